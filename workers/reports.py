@@ -1,0 +1,91 @@
+"""What travels from the cluster to the control plane: the entries of a job's numbered log.
+
+Entries are numbered by the controller from 1, without gaps, over the whole life of the job; a reader
+asks for what comes after the last number it has stored. Plain pydantic, no Ray, no torch.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Phase(StrEnum):
+    """Where a job stands on the cluster: the `phase` of a phase event."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    RESIZING = "resizing"
+    RECOVERING = "recovering"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        """Whether the attempt is over: nothing of it is left on the cluster but the controller itself."""
+        return self in _FINAL
+
+
+_FINAL = frozenset({Phase.PAUSED, Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED})
+
+
+class MemoryUse(_Wire):
+    """Bytes of one rank by category: what is measured, or what was predicted."""
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+    communication_buffers: int
+    activations: int = Field(description="Peak of what is saved for backward.")
+    padding: int = Field(0, description="Tails of buffers that round a unit up to whole chunks.")
+    unattributed: int = Field(
+        0, description="Resident beyond the baseline and all categories; 0 in a prediction."
+    )
+
+
+class RankReport(_Wire):
+    """One rank's account of one finished step."""
+
+    type: Literal["report"] = "report"
+    seq: int
+    time: float = Field(description="Unix seconds.")
+    generation: int
+    rank: int
+    world_size: int
+    worker: str = Field(description="Name of the worker process, stable over resizes.")
+    step: int = Field(description="Finished steps, so the first report says 1.")
+    loss: float = Field(description="Mean over the global batch; the same on every rank.")
+    lr: float
+    grad_norm: float
+    tokens: int = Field(description="Tokens this rank computed in the step.")
+    step_s: float = Field(description="Wall time of the step in seconds.")
+    seconds: dict[str, float] = Field(description="Seconds by phase.")
+    bytes_sent: dict[str, int] = Field(description="Bytes this rank sent, by kind.")
+    memory: MemoryUse
+    predicted: MemoryUse
+    resident_bytes: int = Field(description="Proportional set size of the process (device memory on a GPU).")
+    samples: list[int] | None = Field(None, description="Ids of the samples read, where the ledger is on.")
+
+
+class Event(_Wire):
+    """Something that happened to the job: a phase, a resize, a checkpoint, a loss of a worker, an error."""
+
+    type: Literal["event"] = "event"
+    seq: int
+    time: float = Field(description="Unix seconds.")
+    generation: int
+    kind: Literal[
+        "phase", "resize", "resize_refused", "recovery", "worker_lost", "checkpoint", "command", "error"
+    ]
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+LogEntry = Annotated[RankReport | Event, Field(discriminator="type")]
+log_entry: TypeAdapter[RankReport | Event] = TypeAdapter(LogEntry)

@@ -1,0 +1,25 @@
+"""The ZeRO engine: torch and little else, usable under plain `torchrun`.
+
+Names are re-exported lazily, so that the arithmetic (`layout`, `budget`, `manifest`, `config`) can be
+imported by processes that must not load torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "ZeroEngine": "zero_core.engine",
+    "StepReport": "zero_core.engine",
+    "ZeroConfig": "zero_core.config",
+    "AdamWConfig": "zero_core.config",
+    "MemoryReport": "zero_core.memory",
+    "ZeroError": "zero_core.errors",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'zero_core' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

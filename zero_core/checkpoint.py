@@ -1,0 +1,265 @@
+"""Saving a sharded state and loading it at any other world size and stage.
+
+What is stored is the logical space of the layout, cut at the saving N: each rank writes the ranges it
+owns, and at load every rank computes from the two layouts which ranges of which files it needs and reads
+just those. Tensors lie in safetensors files, all else in the JSON manifest; nothing is pickled. Both
+functions are collective: an error on one rank is an error on all.
+
+Kinds of state: `master` (fp32; the parameters themselves in fp32 training), `momentum`, `variance` for
+trainable units, `model` for frozen ones, and the model's buffers.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from zero_core import manifest as manifests
+from zero_core.engine import ZeroEngine
+from zero_core.errors import CheckpointError, ZeroError
+from zero_core.layout import pulls
+from zero_core.manifest import Manifest
+from zero_core.optimizer import STATE_KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A committed checkpoint: `bytes` of all ranks' files, `seconds` this rank spent in the save."""
+
+    path: Path
+    step: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Elements [start, start + len) of a unit, of one kind of state, that this rank holds in `tensor`."""
+
+    unit: int
+    kind: str
+    start: int
+    tensor: torch.Tensor
+
+
+def save(engine: ZeroEngine, root: Path, *, extra: Mapping[str, Any], generation: int) -> SavedCheckpoint:
+    """Write the state after the last step to a folder of its own under `root`, and commit it.
+
+    extra  JSON values to be returned by `load`. A step that this generation has already committed is not
+    written again. Raises CheckpointError on every rank if any rank failed; then nothing is committed.
+    """
+    began, step = time.perf_counter(), engine.steps_done
+    final = root / manifests.folder_name(step, generation)
+    if _all_agree(engine, (final / manifests.MANIFEST).is_file()):
+        size = sum(manifests.read(final).files.values())
+        return SavedCheckpoint(final, step, size, time.perf_counter() - began)
+    # Rank 0's random number names the folder, so that two savers can never share one.
+    (token,) = engine.collectives.sum_in_rank_order((float(secrets.randbits(48) if engine.rank == 0 else 0),))
+    temporary = root / f".saving-{final.name}-{int(token):012x}"
+    with _together(engine, f"saving step {step} to {final}"):
+        temporary.mkdir(parents=True, exist_ok=True)
+        _write_shard(engine, temporary)
+    with _together(engine, f"committing {final}"):
+        if engine.rank == 0:
+            _commit(engine, temporary, final, extra, generation)
+    size = sum(manifests.read(final).files.values())
+    return SavedCheckpoint(final, step, size, time.perf_counter() - began)
+
+
+def load(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
+    """Fill the engine with the state in `folder`, whatever N and stage wrote it; returns `extra`.
+
+    Raises CheckpointError on every rank if any rank cannot read what it needs, or if the checkpoint is of
+    another model or precision.
+    """
+    with _together(engine, f"loading {folder}"):
+        manifest = manifests.read(folder)
+        _check_same_model(engine, manifest, folder)
+        with _Shards(folder) as shards:
+            for held in _held(engine, whole_replicas=True):
+                _fill(engine, manifest, shards, held)
+        _load_buffers(engine, folder / manifests.BUFFERS)
+        engine.optimizer.steps_done = manifest.step
+    engine.refresh_parameters()
+    return dict(manifest.extra)
+
+
+def _held(engine: ZeroEngine, *, whole_replicas: bool) -> Iterator[_Held]:
+    """The flat states of this rank: all it holds, or only the part it owns of what is replicated."""
+    for state in engine.optimizer.states:
+        for kind in STATE_KINDS:
+            tensor, start = getattr(state, kind), state.start
+            if not whole_replicas:
+                tensor = tensor[state.unit.start - start : state.unit.stop - start]
+                start = state.unit.start
+            yield _Held(state.unit.index, kind, start, tensor)
+    for unit in engine.units:
+        if unit.unit.trainable:
+            continue
+        if unit.shard is not None:
+            yield _Held(unit.index, "model", unit.start, unit.shard)
+            continue
+        assert unit.full is not None
+        start, stop = (0, unit.numel) if whole_replicas else (unit.start, unit.stop)
+        yield _Held(unit.index, "model", start, unit.full[start:stop])
+
+
+def _write_shard(engine: ZeroEngine, folder: Path) -> None:
+    tensors = {
+        f"{held.kind}/{held.unit}": held.tensor.detach().cpu().contiguous()
+        for held in _held(engine, whole_replicas=False)
+        if held.tensor.numel()
+    }
+    _save_durably(tensors, folder / manifests.shard_name(engine.rank))
+    if engine.rank == 0:
+        buffers = {
+            n: b.detach().cpu().contiguous()
+            for n, b in engine.module.state_dict().items()
+            if n in _buffers(engine)
+        }
+        _save_durably(buffers, folder / manifests.BUFFERS)
+
+
+def _save_durably(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(tensors, path)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _commit(
+    engine: ZeroEngine, temporary: Path, final: Path, extra: Mapping[str, Any], generation: int
+) -> None:
+    names = manifests.expected_files(engine.world_size)
+    manifest = Manifest(
+        step=engine.steps_done,
+        generation=generation,
+        stage=engine.config.stage,
+        precision=engine.config.precision,
+        layout=engine.layout,
+        files={name: (temporary / name).stat().st_size for name in names},
+        extra=extra,
+        created=time.time(),
+    )
+    draft = temporary / f"{manifests.MANIFEST}.part"
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(temporary / manifests.MANIFEST)
+    _sync_folder(temporary)
+    temporary.rename(final)
+    _sync_folder(final.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_same_model(engine: ZeroEngine, manifest: Manifest, folder: Path) -> None:
+    if manifest.precision != engine.config.precision:
+        raise CheckpointError(
+            f"{folder} was saved in {manifest.precision}, the engine runs in {engine.config.precision}: "
+            "use the same precision"
+        )
+    if manifest.layout.units == engine.layout.units:
+        return
+    saved = {(s.name, s.shape, u.trainable) for u in manifest.layout.units for s in u.slots}
+    wanted = {(s.name, s.shape, u.trainable) for u in engine.layout.units for s in u.slots}
+    missing, extra = sorted(wanted - saved)[:5], sorted(saved - wanted)[:5]
+    raise CheckpointError(
+        f"{folder} holds another model (name, shape, trainable): not in it {missing}, only in it {extra}; "
+        "or the same parameters grouped into other units"
+    )
+
+
+class _Shards:
+    """The ranks' files of a checkpoint, opened when first needed, read by ranges."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Shards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._open.values():
+            handle.__exit__(None, None, None)
+
+    def read(self, rank: int, name: str, start: int, stop: int) -> torch.Tensor:
+        if rank not in self._open:
+            opened = safe_open(self._folder / manifests.shard_name(rank), framework="pt")
+            self._open[rank] = opened.__enter__()  # type: ignore[no-untyped-call]
+        part: torch.Tensor = self._open[rank].get_slice(name)[start:stop]
+        return part
+
+
+def _fill(engine: ZeroEngine, manifest: Manifest, shards: _Shards, held: _Held) -> None:
+    """Read a held range from the files of its old owners."""
+    stop = held.start + held.tensor.numel()
+    for move in pulls(manifest.layout, unit=held.unit, start=held.start, stop=stop):
+        offset = manifest.layout.owned(move.unit, move.source)[0]
+        part = shards.read(move.source, f"{held.kind}/{held.unit}", move.start - offset, move.stop - offset)
+        if part.dtype != held.tensor.dtype or part.numel() != move.stop - move.start:
+            raise CheckpointError(
+                f"{held.kind} of unit {engine.layout.units[held.unit].name!r}, elements {move.start} to "
+                f"{move.stop}: the file of rank {move.source} holds {part.numel()} of {part.dtype}, "
+                f"not {held.tensor.dtype}"
+            )
+        held.tensor[move.start - held.start : move.stop - held.start].copy_(part)
+
+
+def _buffers(engine: ZeroEngine) -> set[str]:
+    """Names of the buffers that belong to the state (the persistent ones)."""
+    return set(engine.module.state_dict()) & {name for name, _ in engine.module.named_buffers()}
+
+
+@torch.no_grad()
+def _load_buffers(engine: ZeroEngine, path: Path) -> None:
+    wanted = _buffers(engine)
+    own = dict(engine.module.named_buffers())
+    with safe_open(path, framework="pt") as file:
+        saved = set(file.keys())
+        if saved != wanted:
+            raise CheckpointError(
+                f"{path}: missing buffers {sorted(wanted - saved)}, unknown {sorted(saved - wanted)}"
+            )
+        for name in wanted:
+            own[name].copy_(file.get_tensor(name))
+
+
+@contextmanager
+def _together(engine: ZeroEngine, what: str) -> Iterator[None]:
+    """What one rank fails in, all fail in, at the end of the block and with the rank named."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failed = engine.collectives.gather_numbers((float(failure is not None),))
+    if isinstance(failure, ZeroError):
+        raise failure
+    if failure is not None:
+        raise CheckpointError(f"{what} failed on rank {engine.rank}: {failure!r}") from failure
+    ranks = [rank for rank, (flag,) in enumerate(failed) if flag]
+    if ranks:
+        raise CheckpointError(
+            f"{what} failed on rank(s) {ranks[:8]}: see their errors; nothing was committed"
+        )
+
+
+def _all_agree(engine: ZeroEngine, value: bool) -> bool:
+    (votes,) = engine.collectives.sum_in_rank_order((float(value),))
+    return votes == engine.world_size

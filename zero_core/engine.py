@@ -1,0 +1,433 @@
+"""`ZeroEngine`: a model whose states are partitioned over the ranks of a process group.
+
+The engine is the shell that wires the rooms together and keeps the order of a step:
+
+    forward        engine(*inputs)      stage 3 gathers units as their modules run        gathering
+    backward       engine.backward()    gradients go to their owners as they are filled   reduction
+    step           engine.step()        norm, clip, update of the owned part,             optimizer
+                                        stages 1-2 gather the new parameters              collectives
+
+It knows nothing of data, schedules, checkpoints' files or where ranks run.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_core import budget
+from zero_core.buffers import BufferPool
+from zero_core.collectives import Collectives
+from zero_core.config import ZeroConfig
+from zero_core.errors import ConfigError, NonFiniteError, UsageError
+from zero_core.gathering import Gatherer
+from zero_core.layout import Layout
+from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, resident_bytes
+from zero_core.optimizer import FlatAdamW, UnitStates, square_sum
+from zero_core.reduction import Reducer
+from zero_core.units import FlatUnit, UnitState, bind_units
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did.
+
+    step        finished steps, so 1 after the first
+    loss        mean over the step's M micro-batches on all ranks; the same bits everywhere
+    grad_norm   2-norm of the mean gradient before clipping
+    clip_coefficient  what gradients were multiplied by
+    ballot      sums over ranks of the numbers passed to `step`
+    bytes_sent  by this rank since the last step: reduce, gather, gather_backward, control
+    seconds     of this rank: forward and backward (without the collectives inside them), reduce, gather,
+                control (the step's own small collective: mostly waiting for others), optimizer, idle
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    clip_coefficient: float
+    ballot: tuple[float, ...]
+    bytes_sent: dict[str, int]
+    seconds: dict[str, float]
+
+
+class ZeroEngine:
+    """Trains `model` with its states partitioned as `config.stage` says.
+
+    model   any nn.Module; its parameters become views of flat tensors and must not be replaced from
+            outside. Children of nn.ModuleList and nn.Sequential are units of their own, all else is one.
+    group   a torch.distributed group, default the world; every rank builds the same model in it
+    device  default: where the model's parameters are
+
+    Parameters that do not require gradients now are frozen for good: gathered at stage 3, never stepped.
+    A parameter that no micro-batch of a step used has a gradient of zeros, as every other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.module = model
+        self.config = config
+        first = next(model.parameters(), torch.empty(0))
+        self.device = torch.device(device) if device is not None else first.device
+        baseline = resident_bytes(self.device) - _bytes_of(model, self.device)
+        self.collectives = Collectives(group, self.device, config.staging_bytes)
+        self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
+        self._total = config.micro_batches or self.world_size
+        if self.world_size > self._total:
+            raise ConfigError(
+                f"world size {self.world_size} exceeds the {self._total} micro-batches of a step: "
+                "every rank needs at least one"
+            )
+        self.layout, self.units = bind_units(
+            model,
+            precision=config.precision,
+            tile=config.tile,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        self._pool = BufferPool(self.device)
+        self._gatherer = Gatherer(self.units, self.collectives, self._pool, self._record, self._active)
+        self.optimizer = self._partition()
+        self._reducer = Reducer(
+            self.units,
+            self.collectives,
+            self._pool,
+            keep_full=config.stage <= 1,
+            accumulates=budget.rounds(self._total, self.world_size) > 1,
+            active=self._active,
+            after_reduce=self._after_reduce,
+        )
+        if config.stage == 3:
+            self._gatherer.install_hooks()
+        exclude = {u.full.untyped_storage().data_ptr() for u in self.units if u.full is not None}
+        self._saved = SavedTensors(exclude)
+        self._peak = PeakSampler(self.device, baseline)
+        self._round = 0
+        self._loss_sum = 0.0
+        self._trace: list[tuple[FlatUnit, str]] = []
+        self._recording = False
+
+    # -- what a training loop calls ---------------------------------------------------------------
+
+    @property
+    def micro_batches(self) -> range:
+        """The indices, of the step's 0..M-1, that this rank computes: rank, rank + N, rank + 2N, ..."""
+        return range(self.rank, self._total, self.world_size)
+
+    @property
+    def steps_done(self) -> int:
+        return self.optimizer.steps_done
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. Floating tensors among the arguments are cast to the compute dtype."""
+        training = torch.is_grad_enabled()
+        if training and self._round >= len(self.micro_batches):
+            raise UsageError(
+                f"rank {self.rank} has computed its {len(self.micro_batches)} micro-batches of this step: "
+                "call step() next (evaluate under torch.no_grad())"
+            )
+        self._recording = training
+        if training:
+            self._trace.clear()
+            self._saved.begin()
+        try:
+            with self._timed("forward"), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                return self.module(*self._cast(args), **self._cast(kwargs))
+        except BaseException:
+            self._gatherer.release_all()
+            raise
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate this micro-batch's mean loss, a scalar; its share of the step's mean is 1/M."""
+        if loss.numel() != 1:
+            raise UsageError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}")
+        if self._round >= len(self.micro_batches):
+            raise UsageError(
+                f"rank {self.rank} has {len(self.micro_batches)} micro-batches in this step "
+                f"(M {self._total}, N {self.world_size}), and backward was called once more"
+            )
+        self._saved.end()
+        self._peak.sample(self.steps_done)
+        self._reducer.begin_micro_batch()
+        self._gatherer.in_backward = True
+        try:
+            with self._timed("backward"):
+                (loss / self._total).backward()  # type: ignore[no-untyped-call]
+                self._reducer.end_micro_batch()
+        finally:
+            self._gatherer.in_backward = False
+            self._gatherer.release_all()
+        self._loss_sum += float(loss.detach())
+        self._recording = False
+        self._round += 1
+
+    def step(self, *, lr: float | None = None, ballot: Sequence[float] = ()) -> StepReport:
+        """Finish the step: join the rounds this rank has no micro-batch in, clip, update, gather.
+
+        lr      learning rate of this update, default the configured one
+        ballot  a few numbers that are summed over ranks in the step's own small collective
+
+        Raises NonFiniteError, on every rank and before anything is updated, where the gradient norm is
+        not finite.
+        """
+        self._serve_idle_rounds()
+        self._round_gradients()
+        local = square_sum([g.owned for g in self._reducer.gradients])
+        totals = self.collectives.sum_in_rank_order((local, self._loss_sum / self._total, *ballot))
+        self._reset_round()
+        grad_norm = math.sqrt(totals[0]) if totals[0] >= 0 else math.nan
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError(
+                f"gradient norm {grad_norm} after step {self.steps_done} (mean loss {totals[1]}): "
+                "parameters are unchanged; lower the learning rate or look at the data of this step"
+            )
+        clip = self.config.clip_norm
+        coefficient = 1.0 if clip is None else min(1.0, clip / (grad_norm + 1e-6))
+        gradients = self._held_gradients()
+        with self._timed("optimizer"):
+            rate = self.config.optimizer.lr if lr is None else lr
+            self.optimizer.step(gradients, lr=rate, scale=coefficient)
+        self._share_parameters()
+        sent, seconds = self.collectives.ledger.take()
+        return StepReport(self.steps_done, totals[1], grad_norm, coefficient, totals[2:], sent, seconds)
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Within the context every parameter is whole on every rank, to be read. Collective at stage 3."""
+        if self.config.stage < 3:
+            yield
+            return
+        with self._gatherer.whole():
+            yield
+
+    def train(self, mode: bool = True) -> "ZeroEngine":
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "ZeroEngine":
+        return self.train(False)
+
+    def detach(self) -> None:
+        """Take the engine's hooks off the model, which is then an ordinary module with this rank's values."""
+        self._gatherer.remove_hooks()
+        self._reducer.remove_hooks()
+
+    # -- what checkpoints and reports ask for -----------------------------------------------------
+
+    @property
+    def budget(self) -> budget.Budget:
+        """The bytes predicted for this rank, with the activations that were measured."""
+        return budget.predict(self.layout, self.config, self.rank, activation_bytes=self._saved.peak)
+
+    def memory(self) -> MemoryReport:
+        """The bytes of this rank by category, as allocated, and the process as the system sees it."""
+        whole = [u for u in self.units if u.state is UnitState.WHOLE]
+        parameters = sum(u.numel * u.dtype.itemsize for u in whole)
+        parameters += sum(u.owned * u.dtype.itemsize for u in self.units if u.shard is not None)
+        padding = sum((u.padded - u.numel) * u.dtype.itemsize for u in whole) + self._reducer.padding_bytes
+        buffers = self.collectives.staging.numel() + self._pool.allocated_bytes
+        explained = parameters + padding + buffers + self._saved.peak
+        explained += self._reducer.held_bytes + self.optimizer.held_bytes
+        peak = max(self._peak.peak, self._peak.baseline)
+        return MemoryReport(
+            parameters=parameters,
+            gradients=self._reducer.held_bytes,
+            optimizer_states=self.optimizer.held_bytes,
+            communication_buffers=buffers,
+            activations=self._saved.peak,
+            padding=padding,
+            resident=resident_bytes(self.device),
+            baseline=self._peak.baseline,
+            unattributed=max(0, peak - self._peak.baseline - explained),
+        )
+
+    def refresh_parameters(self) -> None:
+        """After masters were written from outside (a checkpoint): bring the parameters up to date."""
+        with torch.no_grad():
+            for state in self.optimizer.states:
+                if state.master.dtype != state.compute.dtype:
+                    state.compute.copy_(state.master)
+        self._share_parameters()
+        self.collectives.ledger.take()
+
+    # -- construction -----------------------------------------------------------------------------
+
+    def _partition(self) -> FlatAdamW:
+        """Move every unit into its flat tensors, keep what this stage keeps, and build the optimizer."""
+        states = []
+        for unit in self.units:
+            start, stop = (0, unit.numel) if self.config.stage == 0 else (unit.start, unit.stop)
+            if unit.unit.trainable:
+                states.append(self._states_of(unit, start, stop))
+            else:
+                self._place(unit, self._initial(unit, unit.dtype).to(unit.dtype))
+        return FlatAdamW(self.config.optimizer, states)
+
+    def _states_of(self, unit: FlatUnit, start: int, stop: int) -> UnitStates:
+        # Masters come from the unrounded values: the model is cast after they have been taken.
+        original = self._initial(unit, torch.float32)
+        mixed = unit.dtype != torch.float32
+        master = original[start:stop].clone() if mixed else None
+        self._place(unit, original.to(unit.dtype))
+        compute = unit.shard if unit.shard is not None else unit.full
+        assert compute is not None
+        if unit.shard is None:
+            compute = compute[start:stop]
+        return UnitStates(
+            unit=unit,
+            start=start,
+            stop=stop,
+            master=compute if master is None else master,
+            compute=compute,
+            momentum=torch.zeros(stop - start, dtype=torch.float32, device=self.device),
+            variance=torch.zeros(stop - start, dtype=torch.float32, device=self.device),
+        )
+
+    def _initial(self, unit: FlatUnit, dtype: torch.dtype) -> torch.Tensor:
+        """[padded] of `dtype`: the unit's values before the first step, the same on every rank."""
+        flat = unit.flatten(self.device, dtype)
+        if self.config.broadcast_initial:
+            self.collectives.broadcast(flat)
+        return flat
+
+    def _place(self, unit: FlatUnit, flat: torch.Tensor) -> None:
+        if self.config.stage == 3:
+            unit.shard = flat[unit.start : unit.stop].clone()
+            unit.unbind(self.device)
+        else:
+            unit.bind(flat, UnitState.WHOLE)
+
+    # -- within a step ----------------------------------------------------------------------------
+
+    def _active(self) -> int:
+        """How many ranks, the first ones, have a micro-batch of their own in the current round."""
+        if not (self._recording or self._gatherer.in_backward):
+            return self.world_size  # an evaluation: everybody takes part
+        return min(self.world_size, self._total - self._round * self.world_size)
+
+    def _record(self, unit: FlatUnit, kind: str) -> None:
+        if self._recording:
+            self._trace.append((unit, kind))
+
+    def _after_reduce(self, unit: FlatUnit) -> None:
+        self._record(unit, "reduce")
+        if self.config.stage == 3:
+            self._gatherer.release(unit)
+
+    def _serve_idle_rounds(self) -> None:
+        if self._round != len(self.micro_batches):
+            raise UsageError(
+                f"rank {self.rank} has {len(self.micro_batches)} micro-batches in this step, "
+                f"but backward was called {self._round} times"
+            )
+        for index in range(self._round, budget.rounds(self._total, self.world_size)):
+            began = time.perf_counter()
+            self._recording, self._round = True, index
+            for unit, kind in self._trace:
+                if kind == "reduce":
+                    self._reducer.serve(unit)
+                else:
+                    self._gatherer.serve(unit, kind, self._active())
+            self._recording = False
+            self.collectives.ledger.seconds["idle"] += time.perf_counter() - began
+
+    def _round_gradients(self) -> None:
+        """The step's gradient is its fp32 sum rounded once to the compute dtype, at every stage."""
+        for gradient in self._reducer.gradients:
+            if gradient.owned.dtype != gradient.unit.dtype:
+                gradient.owned.copy_(gradient.owned.to(gradient.unit.dtype))
+
+    def _held_gradients(self) -> list[torch.Tensor]:
+        """One gradient for each unit over the range the optimizer holds; stage 0 gathers them first."""
+        if self.config.stage > 0:
+            return [g.owned for g in self._reducer.gradients]
+        held = []
+        for gradient in self._reducer.gradients:
+            unit, full = gradient.unit, gradient.kept
+            assert full is not None
+            full[unit.start : unit.stop].copy_(gradient.owned)
+            self._gather(unit, full)
+            held.append(full[: unit.numel])
+        return held
+
+    def _share_parameters(self) -> None:
+        """Stages 1 and 2: owners send their updated parameters to all."""
+        if self.config.stage in (1, 2):
+            for unit in self.units:
+                if unit.unit.trainable:
+                    assert unit.full is not None
+                    self._gather(unit, unit.full)
+
+    def _gather(self, unit: FlatUnit, full: torch.Tensor) -> None:
+        self.collectives.gather_from_owners(full, unit.chunk, unit.numel, kind="gather", tag=unit.index)
+
+    def _reset_round(self) -> None:
+        self._round, self._loss_sum = 0, 0.0
+        self._reducer.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        reference = self._gatherer.reference(tensor)
+        if reference is not None:
+            return reference
+        self._saved.count(tensor)
+        return tensor.detach(), tensor._version
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, tuple):
+            tensor, version = packed
+            if tensor._version != version:
+                raise UsageError(
+                    f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place "
+                    f"(version {tensor._version}, saved at {version})"
+                )
+            return tensor  # type: ignore[no-any-return]
+        return self._gatherer.resolve(packed)
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            dtype = torch.bfloat16 if self.config.precision == "bf16" else None
+            return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+        if isinstance(value, tuple | list):
+            return type(value)(self._cast(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._cast(item) for key, item in value.items()}
+        return value
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Time of a phase less that of the collectives inside it, which are counted for themselves."""
+        seconds = self.collectives.ledger.seconds
+        inside = seconds["reduce"] + seconds["gather"]
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = seconds["reduce"] + seconds["gather"] - inside
+            seconds[phase] += time.perf_counter() - began - spent
+
+
+def _bytes_of(model: nn.Module, device: torch.device) -> int:
+    """Bytes of the model's own parameters on `device`, each storage once."""
+    storages = {}
+    for parameter in model.parameters():
+        if parameter.device == device:
+            storage = parameter.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def layout_of(model: nn.Module, config: ZeroConfig, world_size: int) -> Layout:
+    """The layout an engine would use, without building one."""
+    return bind_units(model, precision=config.precision, tile=config.tile, rank=0, world_size=world_size)[0]

@@ -1,0 +1,40 @@
+"""Every error the engine raises on purpose.
+
+    ZeroError
+    |- ConfigError          a setting cannot work; raised before anything is allocated
+    |- ModelError           the model breaks a rule of the engine (sharing, dtype, changed trainability)
+    |- UsageError           calls in the wrong order or number
+    |- DivergenceError      ranks disagree about what comes next
+    |- NonFiniteError       a loss or a gradient norm is inf or nan
+    `- CheckpointError      a checkpoint cannot be written, or read back exactly
+
+Each message says what failed, the value seen and what to change. `assert` guards our own invariants only.
+"""
+
+
+class ZeroError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(ZeroError):
+    """A setting cannot work."""
+
+
+class ModelError(ZeroError):
+    """The model breaks a rule of the engine."""
+
+
+class UsageError(ZeroError):
+    """The engine's methods were called in the wrong order or number."""
+
+
+class DivergenceError(ZeroError):
+    """Ranks disagree about what comes next."""
+
+
+class NonFiniteError(ZeroError):
+    """A loss or a gradient norm is inf or nan."""
+
+
+class CheckpointError(ZeroError):
+    """A checkpoint cannot be written, or cannot be read back exactly."""

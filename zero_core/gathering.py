@@ -1,0 +1,163 @@
+"""Stage 3: a unit's parameters exist whole only while they are used.
+
+Owns the hooks that gather a unit before its module's forward and release it afterwards, the pool of
+buffers it is gathered into, and the trick that makes this safe for autograd: what a forward saves of a
+gathered buffer is saved as a *reference into the unit*, and backward, when it asks for the values, gathers
+the unit again. So nothing is kept by accident, any buffer can serve any unit, and a module that
+backward needs is there whether or not its hooks ran.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zero_core.buffers import BufferPool
+from zero_core.collectives import Collectives
+from zero_core.units import FlatUnit, UnitState
+
+
+@dataclass(frozen=True, slots=True)
+class _UnitReference:
+    """What backward keeps of a tensor that lay in a gathered buffer: where it lay within the unit."""
+
+    unit: FlatUnit
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Gatherer:
+    """Gathers and releases the units of one model.
+
+    `active` says how many ranks (the first ones) take part in the current round with data of their own;
+    `trace` records the gathers of a micro-batch, so that an idle rank can take part in the same ones.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        collectives: Collectives,
+        pool: BufferPool,
+        record: Callable[[FlatUnit, str], None],
+        active: Callable[[], int],
+    ) -> None:
+        self._units = units
+        self._collectives = collectives
+        self._pool = pool
+        self._record = record
+        self._active = active
+        self._in_use: dict[int, int] = {unit.index: 0 for unit in units}
+        self._by_address: dict[int, FlatUnit] = {}
+        self._handles: list[RemovableHandle] = []
+        self.in_backward = False
+
+    def install_hooks(self) -> None:
+        """From now on every unit is gathered around its module's forward."""
+        by_module: dict[nn.Module, list[FlatUnit]] = {}
+        for unit in self._units:
+            by_module.setdefault(unit.module, []).append(unit)
+        for module, members in by_module.items():
+            self._handles.append(module.register_forward_pre_hook(self._before(members), prepend=True))
+            self._handles.append(module.register_forward_hook(self._after(members), always_call=True))
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def gather(self, unit: FlatUnit) -> torch.Tensor:
+        """The whole unit, [padded], gathered now if it is not there."""
+        if unit.full is None:
+            kind = "gather_backward" if self.in_backward else "gather"
+            self._make_room(unit)
+            flat = self._pool.lend(unit.capacity, unit.dtype)
+            self._fill(unit, flat, kind, self._active())
+            unit.bind(flat, UnitState.GATHERED)
+            if flat.numel():
+                self._by_address[flat.untyped_storage().data_ptr()] = unit
+            self._record(unit, kind)
+        assert unit.full is not None
+        return unit.full
+
+    def _make_room(self, unit: FlatUnit) -> None:
+        """In backward a frozen unit has no reduction to end its use: the next module's gather does."""
+        if self.in_backward and not unit.unit.root:
+            for other in self._units:
+                ends_itself = other.unit.root or other.unit.trainable or other.module is unit.module
+                if not ends_itself and self._in_use[other.index] == 0:
+                    self.release(other)
+
+    def release(self, unit: FlatUnit) -> None:
+        """Give the buffer back; the parameters are sharded again."""
+        if unit.state is UnitState.GATHERED:
+            flat = unit.unbind(self._collectives.device)
+            assert flat is not None
+            self._by_address.pop(flat.untyped_storage().data_ptr(), None)
+            self._pool.take_back(flat)
+
+    def release_all(self) -> None:
+        """After backward, or after a failed forward: nothing stays gathered."""
+        for unit in self._units:
+            self._in_use[unit.index] = 0
+            self.release(unit)
+
+    def serve(self, unit: FlatUnit, kind: str, active: int) -> None:
+        """Give this idle rank's part of the unit to the ranks that work; nothing is kept."""
+        flat = self._pool.lend(unit.capacity, unit.dtype)
+        self._fill(unit, flat, kind, active)
+        self._pool.take_back(flat)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Every parameter whole at once, in memory of its own."""
+        try:
+            for unit in self._units:
+                flat = torch.empty(unit.padded, dtype=unit.dtype, device=self._collectives.device)
+                self._fill(unit, flat, "gather", self._collectives.world_size)
+                unit.bind(flat, UnitState.WHOLE)
+            yield
+        finally:
+            for unit in self._units:
+                unit.unbind(self._collectives.device)
+
+    def _fill(self, unit: FlatUnit, flat: torch.Tensor, kind: str, active: int) -> None:
+        assert unit.shard is not None
+        flat[unit.start : unit.stop].copy_(unit.shard)
+        self._collectives.gather_from_owners(
+            flat, unit.chunk, unit.numel, kind=kind, tag=unit.index, active=active
+        )
+
+    def _before(self, members: list[FlatUnit]) -> Callable[[nn.Module, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            for unit in members:
+                if unit.state is not UnitState.WHOLE:
+                    self.gather(unit)
+                    self._in_use[unit.index] += 1
+
+        return hook
+
+    def _after(self, members: list[FlatUnit]) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+            for unit in members:
+                self._in_use[unit.index] = max(0, self._in_use[unit.index] - 1)
+                # A forward that runs inside backward is a recomputation: backward needs the unit next.
+                if self._in_use[unit.index] == 0 and not self.in_backward:
+                    self.release(unit)
+
+        return hook
+
+    def reference(self, tensor: torch.Tensor) -> _UnitReference | None:
+        """The unit a saved tensor lies in, if it lies in a gathered one."""
+        unit = self._by_address.get(tensor.untyped_storage().data_ptr())
+        if unit is None or tensor.dtype != unit.dtype:
+            return None
+        return _UnitReference(unit, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def resolve(self, reference: _UnitReference) -> torch.Tensor:
+        """The values a reference stands for, gathered again if need be."""
+        flat = self.gather(reference.unit)
+        return flat.as_strided(reference.size, reference.stride, reference.offset)

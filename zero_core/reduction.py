@@ -1,0 +1,209 @@
+"""Gradients on their way from autograd to their owners.
+
+Owns the hooks that take a parameter's gradient as soon as backward has finished it, the flat gradients,
+and the owned sums. A unit is reduced when all its gradients are there and all units after it have been:
+last unit first, a fixed order, so that ranks whose autograd runs differ slightly still meet in the same
+collectives. Knows nothing of optimizers, nor of how parameters are held.
+
+One mechanism for all stages: every micro-batch is reduced to the owners. The stages differ in what they
+keep: whole flat gradients (0 and 1), or only the owned part (2 and 3), a whole one being borrowed
+while backward fills it.
+
+The root unit comes last whatever its index: its module spans the model, so its gradients do too.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from zero_core.buffers import BufferPool
+from zero_core.collectives import Collectives
+from zero_core.errors import ModelError
+from zero_core.units import FlatUnit
+
+
+class UnitGradient:
+    """The gradient of one trainable unit.
+
+    kept      [padded] compute dtype: what backward fills in stages 0 and 1; None in 2 and 3
+    borrowed  [capacity] compute dtype: what backward fills in stages 2 and 3, and in every stage what comes
+              after the unit's turn (a nested backward); lent by the pool until it is reduced
+    owned     [owned] the sum over ranks and micro-batches of this rank's part: fp32 if it accumulates over
+              several rounds, else compute dtype; in stages 0 and 1 without accumulation a view of `kept`
+    """
+
+    __slots__ = ("borrowed", "filled", "kept", "owned", "reduced", "summed", "unit")
+
+    def __init__(self, unit: FlatUnit) -> None:
+        self.unit = unit
+        self.kept: torch.Tensor | None = None
+        self.borrowed: torch.Tensor | None = None
+        self.owned = torch.empty(0)
+        self.filled = [False] * len(unit.parameters)
+        self.reduced = False
+        """Whether the unit's turn in the current micro-batch is over."""
+        self.summed = False
+        """Whether `owned` holds something of the current step."""
+
+
+class Reducer:
+    """Collects and reduces the gradients of all trainable units."""
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        collectives: Collectives,
+        pool: BufferPool,
+        *,
+        keep_full: bool,
+        accumulates: bool,
+        active: Callable[[], int],
+        after_reduce: Callable[[FlatUnit], None],
+    ) -> None:
+        self._collectives = collectives
+        self._pool = pool
+        self._keep_full = keep_full
+        self._accumulates = accumulates
+        self._active = active
+        self._after_reduce = after_reduce
+        self.gradients = [UnitGradient(unit) for unit in units if unit.unit.trainable]
+        self._order = sorted(self.gradients, key=lambda g: (g.unit.unit.root, -g.unit.index))
+        self._by_unit = {gradient.unit.index: gradient for gradient in self.gradients}
+        self._next = 0
+        self._handles: list[RemovableHandle] = []
+        for gradient in self.gradients:
+            self._allocate(gradient)
+            for position, parameter in enumerate(gradient.unit.parameters):
+                hook = self._collector(gradient, position)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_micro_batch(self) -> None:
+        """Forget what an interrupted backward may have left."""
+        self._next = 0
+        for gradient in self.gradients:
+            gradient.filled = [False] * len(gradient.filled)
+            gradient.reduced = False
+            self._give_back(gradient)
+
+    def end_micro_batch(self) -> None:
+        """Reduce the units that backward left incomplete; an absent gradient counts as zeros."""
+        while self._next < len(self._order):
+            self._reduce(self._order[self._next])
+            self._next += 1
+        for gradient in self._order:
+            if any(gradient.filled):  # a gradient that came after its unit's turn
+                self._reduce(gradient)
+
+    def serve(self, unit: FlatUnit) -> None:
+        """Take part in one reduction of a micro-batch this rank has no share in: sum, but add nothing."""
+        gradient = self._by_unit[unit.index]
+        gradient.reduced = False
+        self._exchange(gradient)
+
+    def clear(self) -> None:
+        """After a step: the next micro-batch starts new sums."""
+        for gradient in self.gradients:
+            gradient.summed = False
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the gradients that are kept between micro-batches."""
+        total = 0
+        for gradient in self.gradients:
+            unit = gradient.unit
+            if self._keep_full:
+                total += unit.numel * unit.dtype.itemsize
+            if not self._owned_is_view:
+                total += gradient.owned.numel() * gradient.owned.element_size()
+        return total
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the tails of the whole gradients that are kept."""
+        if not self._keep_full:
+            return 0
+        return sum((g.unit.padded - g.unit.numel) * g.unit.dtype.itemsize for g in self.gradients)
+
+    @property
+    def _owned_is_view(self) -> bool:
+        return self._keep_full and not self._accumulates
+
+    def _allocate(self, gradient: UnitGradient) -> None:
+        unit, device = gradient.unit, self._collectives.device
+        if self._keep_full:
+            gradient.kept = torch.zeros(unit.padded, dtype=unit.dtype, device=device)
+        if self._owned_is_view:
+            assert gradient.kept is not None
+            gradient.owned = gradient.kept[unit.start : unit.stop]
+        else:
+            dtype = torch.float32 if self._accumulates else unit.dtype
+            gradient.owned = torch.zeros(unit.owned, dtype=dtype, device=device)
+
+    def _collector(self, gradient: UnitGradient, position: int) -> Callable[[torch.Tensor], None]:
+        slot = gradient.unit.unit.slots[position]
+
+        def collect(parameter: torch.Tensor) -> None:
+            grad = parameter.grad
+            assert grad is not None
+            if grad.is_sparse:
+                raise ModelError(
+                    f"parameter {slot.name} has a sparse gradient: use a dense one (sparse=False)"
+                )
+            place = self._filling(gradient)[slot.offset : slot.stop].view(slot.shape)
+            if gradient.filled[position]:
+                place.add_(grad)
+            else:
+                place.copy_(grad)
+            gradient.filled[position] = True
+            parameter.grad = None
+            self._advance()
+
+        return collect
+
+    def _advance(self) -> None:
+        while self._next < len(self._order) and all(self._order[self._next].filled):
+            self._reduce(self._order[self._next])
+            self._next += 1
+
+    def _reduce(self, gradient: UnitGradient) -> None:
+        full = self._filling(gradient)
+        for slot, filled in zip(gradient.unit.unit.slots, gradient.filled, strict=True):
+            if not filled:
+                full[slot.offset : slot.stop].zero_()
+        self._exchange(gradient)
+        gradient.filled = [False] * len(gradient.filled)
+        gradient.reduced = True
+        self._after_reduce(gradient.unit)
+
+    def _exchange(self, gradient: UnitGradient) -> None:
+        unit = gradient.unit
+        self._collectives.reduce_to_owners(
+            self._filling(gradient),
+            unit.chunk,
+            unit.numel,
+            gradient.owned,
+            add=gradient.summed,
+            active=self._active(),
+            tag=unit.index,
+        )
+        gradient.summed = True
+        self._give_back(gradient)
+
+    def _filling(self, gradient: UnitGradient) -> torch.Tensor:
+        """Where the unit's gradients of this micro-batch go: [padded], arbitrary where not filled."""
+        if gradient.kept is not None and not gradient.reduced:
+            return gradient.kept
+        if gradient.borrowed is None:
+            gradient.borrowed = self._pool.lend(gradient.unit.capacity, gradient.unit.dtype)
+        return gradient.borrowed
+
+    def _give_back(self, gradient: UnitGradient) -> None:
+        if gradient.borrowed is not None:
+            self._pool.take_back(gradient.borrowed)
+            gradient.borrowed = None
