@@ -118,6 +118,7 @@ class ZeroEngine:
         self._loss_sum = 0.0
         self._trace: list[tuple[FlatUnit, str]] = []
         self._recording = False
+        self.collectives.ledger.take()  # what building cost is no step's
 
     # -- what a training loop calls ---------------------------------------------------------------
 

@@ -4,7 +4,8 @@ Owns the hooks that gather a unit before its module's forward and release it aft
 buffers it is gathered into, and the trick that makes this safe for autograd: what a forward saves of a
 gathered buffer is saved as a *reference into the unit*, and backward, when it asks for the values, gathers
 the unit again. So nothing is kept by accident, any buffer can serve any unit, and a module that
-backward needs is there whether or not its hooks ran.
+backward needs is there whether or not its hooks ran. Gathering ahead of that, when the gradient reaches
+a module's outputs, serves modules that recompute their forward inside backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zero_core.buffers import BufferPool
@@ -141,7 +143,16 @@ class Gatherer:
         return hook
 
     def _after(self, members: list[FlatUnit]) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        def before_backward(_gradient: torch.Tensor) -> None:
+            for unit in members:
+                self.gather(unit)
+
+        def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            if torch.is_grad_enabled() and not self.in_backward:
+                # Backward may recompute this module without calling its hooks, and needs its parameters then.
+                for output in tree_leaves(outputs):
+                    if isinstance(output, torch.Tensor) and output.requires_grad:
+                        output.register_hook(before_backward)
             for unit in members:
                 self._in_use[unit.index] = max(0, self._in_use[unit.index] - 1)
                 # A forward that runs inside backward is a recomputation: backward needs the unit next.

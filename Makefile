@@ -1,0 +1,38 @@
+# `make demo` and `make test` are the front door; both set up what they need in $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check format bench docs clean
+
+demo: $(READY)  ## the main job, end to end, on this machine
+	$(BIN)/elastic-zero demo
+
+test: check  ## all checks, then all tests
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## style, types, and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## the engine beside its peers; writes a dated table to benchmarks/results/
+	$(BIN)/python -m benchmarks.engine
+
+docs: $(READY)  ## regenerate the reference pages from the code
+	$(BIN)/python -m docs.generate
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(f"elastic-zero needs Python 3.11 to 3.13; {sys.executable} is {sys.version.split()[0]}. Set PYTHON=...") if not (3, 11) <= sys.version_info[:2] <= (3, 13) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
