@@ -39,7 +39,8 @@ def main() -> None:
             engine.backward(F.mse_loss(engine(x), y))
         report = engine.step()
         if engine.rank == 0 and (report.step == 1 or report.step % 10 == 0):
-            print(f"step {report.step:3}  loss {report.loss:.6f}  sent {sum(report.bytes_sent.values()):,} bytes")
+            sent = sum(report.bytes_sent.values())
+            print(f"step {report.step:3}  loss {report.loss:.6f}  sent {sent:,} bytes")
     if engine.rank == 0:
         memory = engine.memory()
         print(f"model states of rank 0: {memory.model_states:,} bytes of {engine.world_size} ranks' shards")

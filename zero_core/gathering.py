@@ -152,7 +152,7 @@ class Gatherer:
                 # Backward may recompute this module without calling its hooks, and needs its parameters then.
                 for output in tree_leaves(outputs):
                     if isinstance(output, torch.Tensor) and output.requires_grad:
-                        output.register_hook(before_backward)
+                        output.register_hook(before_backward)  # type: ignore[no-untyped-call]
             for unit in members:
                 self._in_use[unit.index] = max(0, self._in_use[unit.index] - 1)
                 # A forward that runs inside backward is a recomputation: backward needs the unit next.

@@ -104,7 +104,8 @@ def test_ledger_is_two_psi_or_three(stage: int) -> None:
     """Over all ranks, one micro-batch each: exactly (N - 1) psi elements for each time the model moves."""
     results = run_ranks(3, train, stage, "fp32", 3, None, 2)
     psi, frozen_bytes = results[0]["psi"], results[0]["frozen_bytes"]
-    sent = {kind: sum(r["sent"].get(kind, 0) for r in results) for kind in ("reduce", "gather", "gather_backward")}
+    kinds = ("reduce", "gather", "gather_backward")
+    sent = {kind: sum(r["sent"].get(kind, 0) for r in results) for kind in kinds}
     assert sent["reduce"] == 2 * psi * 4
     if stage < 3:
         assert sent["gather"] == 2 * psi * 4

@@ -1,0 +1,1 @@
+"""Speed beside its peers: ratios within one run, never absolute claims."""

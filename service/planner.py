@@ -1,0 +1,174 @@
+"""What a job will take, computed before anything starts, and whether the cluster has it.
+
+Pure arithmetic over layouts: loads no torch, and asks no one. A user's own model is unknown here until it
+runs; then only its CPUs, GPUs and reserved memory are checked, and the plan says so.
+"""
+
+from dataclasses import dataclass
+
+from service.cluster import ClusterView
+from service.errors import ImpossibleResize
+from service.jobs import check_workers
+from service.scheduler import Room, describe, total_room
+from workers.model_shapes import gpt_activation_bytes, gpt_parameters, gpt_unit_of
+from workers.spec import GPTModel, JobSpec, Resources
+from zero_core.budget import Budget, predict
+from zero_core.config import ZeroConfig
+from zero_core.layout import Layout, build_layout
+
+PROCESS_BYTES = 300 << 20
+"""What a worker process takes on the host before it holds a model: Python, torch and Ray."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank will hold at this world size, and whether it fits.
+
+    known          whether the model's parameters are known before it runs
+    parameters     psi, tied ones counted once; None where unknown
+    per_rank       bytes by category of rank 0, which holds the most; None where unknown
+    process_bytes  what a worker takes on the host beside the budget
+    fits           whether nothing speaks against it
+    reasons        what does, with the numbers
+    notes          what could not be checked
+    """
+
+    workers: int
+    known: bool
+    parameters: int | None
+    per_rank: Budget | None
+    process_bytes: int
+    fits: bool
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def plan(spec: JobSpec, view: ClusterView | None, *, workers: int | None = None) -> Plan:
+    """The plan at `workers` ranks (default: those wanted at the start), on the cluster as it is.
+
+    `view` is None where the cluster cannot be asked; then only the job itself is looked at.
+    """
+    n = workers or spec.workers.wanted
+    layout = _layout(spec, n)
+    budget = None if layout is None else _budget(spec, layout)
+    reasons, notes = _own_memory(spec, budget), _unchecked(spec, budget, view)
+    if view is not None:
+        reasons += _places(spec, n, budget, view)
+    return Plan(
+        workers=n,
+        known=budget is not None,
+        parameters=None if layout is None else layout.numel(),
+        per_rank=budget,
+        process_bytes=PROCESS_BYTES,
+        fits=not reasons,
+        reasons=tuple(reasons),
+        notes=tuple(notes),
+    )
+
+
+def check_resize(spec: JobSpec, workers: int, view: ClusterView) -> None:
+    """Raise ImpossibleResize, with what is in the way, where the job can never have so many workers there."""
+    check_workers(spec, workers)
+    found = plan(spec, view, workers=workers)
+    if not found.fits:
+        raise ImpossibleResize(
+            f"the job cannot have {workers} workers: {'; '.join(found.reasons)}",
+            details={"wanted": workers, "reasons": list(found.reasons)},
+        )
+
+
+def _layout(spec: JobSpec, workers: int) -> Layout | None:
+    model = spec.model
+    if not isinstance(model, GPTModel):
+        return None
+    return build_layout(
+        gpt_parameters(model, sequence_length=spec.sequence_length),
+        gpt_unit_of(model),
+        tile=spec.zero.tile,
+        world_size=workers,
+    )
+
+
+def _budget(spec: JobSpec, layout: Layout) -> Budget:
+    assert isinstance(spec.model, GPTModel)
+    config = ZeroConfig(
+        stage=spec.zero.stage,
+        precision=spec.precision.value,
+        micro_batches=spec.micro_batches,
+        tile=spec.zero.tile,
+        staging_bytes=spec.zero.staging_bytes,
+    )
+    activations = gpt_activation_bytes(
+        spec.model,
+        sequence_length=spec.sequence_length,
+        micro_batch=spec.micro_batch,
+        precision=spec.precision,
+    )
+    return predict(layout, config, 0, activation_bytes=activations)
+
+
+def _host_bytes(resources: Resources, budget: Budget | None) -> int:
+    """Host memory of one worker; its budget lies on the device where it has one."""
+    return PROCESS_BYTES + (budget.total if budget is not None and not resources.gpus else 0)
+
+
+def _own_memory(spec: JobSpec, budget: Budget | None) -> list[str]:
+    reserved = spec.resources.memory_bytes
+    needed = _host_bytes(spec.resources, budget)
+    if reserved is None or needed <= reserved:
+        return []
+    return [
+        f"a rank needs {needed:,} bytes ({_parts(budget)}) and resources.memory_bytes reserves {reserved:,}; "
+        "reserve more, ask for more workers or a higher zero.stage"
+    ]
+
+
+def _places(spec: JobSpec, workers: int, budget: Budget | None, view: ClusterView) -> list[str]:
+    """What stands against so many workers on these nodes, were they otherwise empty."""
+    resources, nodes = spec.resources, total_room(view)
+    places = sum(room.workers(resources) for room in nodes)
+    if workers > places:
+        return [
+            f"{describe(spec, workers)} are more than the cluster's {len(nodes)} nodes have: "
+            f"{_listed(nodes)}; there is place for {places}"
+        ]
+    needed = _host_bytes(resources, budget)
+    roomy = sum(min(room.workers(resources), int(room.memory_bytes // needed)) for room in nodes)
+    if workers > roomy:
+        return [
+            f"{workers} ranks of {needed:,} bytes each ({_parts(budget)}) are more than the memory of the "
+            f"cluster's {len(nodes)} nodes: {_listed(nodes)}; there is memory for {roomy}; "
+            "a higher zero.stage or a smaller micro_batch takes less"
+        ]
+    return []
+
+
+def _unchecked(spec: JobSpec, budget: Budget | None, view: ClusterView | None) -> list[str]:
+    notes = []
+    if budget is None:
+        notes.append("the model is the job's own: its memory is known only once it runs")
+    if spec.resources.gpus:
+        notes.append("the memory of the GPUs is not known before the job runs and was not checked")
+    if view is None:
+        notes.append("the cluster could not be asked: whether it has the places was not checked")
+    return notes
+
+
+def _parts(budget: Budget | None) -> str:
+    if budget is None:
+        return f"process {PROCESS_BYTES:,}, the model unknown"
+    return (
+        f"parameters {budget.parameters:,}, gradients {budget.gradients:,}, "
+        f"optimizer states {budget.optimizer_states:,}, buffers {budget.communication_buffers:,}, "
+        f"activations {budget.activations:,}, padding {budget.padding:,}, process {PROCESS_BYTES:,}"
+    )
+
+
+def _listed(nodes: list[Room]) -> str:
+    """The nodes' size, equal ones together, at most four kinds."""
+    kinds: dict[str, int] = {}
+    for room in nodes:
+        kind = f"{room.cpus:g} CPUs, {room.gpus:g} GPUs, {int(room.memory_bytes):,} bytes"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    shown = [f"{count} x ({kind})" for kind, count in list(kinds.items())[:4]]
+    return ", ".join(shown + (["..."] if len(kinds) > 4 else [])) or "none"
