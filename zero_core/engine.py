@@ -28,7 +28,7 @@ from zero_core.config import ZeroConfig
 from zero_core.errors import ConfigError, NonFiniteError, UsageError
 from zero_core.gathering import Gatherer
 from zero_core.layout import Layout
-from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, resident_bytes
+from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, occupied_bytes, resident_bytes
 from zero_core.optimizer import FlatAdamW, UnitStates, square_sum
 from zero_core.reduction import Reducer
 from zero_core.units import FlatUnit, UnitState, bind_units
@@ -81,7 +81,7 @@ class ZeroEngine:
         self.config = config
         first = next(model.parameters(), torch.empty(0))
         self.device = torch.device(device) if device is not None else first.device
-        baseline = resident_bytes(self.device) - _bytes_of(model, self.device)
+        baseline = occupied_bytes(self.device) - _bytes_of(model, self.device)
         self.collectives = Collectives(group, self.device, config.staging_bytes)
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
         self._total = config.micro_batches or self.world_size

@@ -4,7 +4,6 @@
     |- ConfigError          a setting cannot work; raised before anything is allocated
     |- ModelError           the model breaks a rule of the engine (sharing, dtype, changed trainability)
     |- UsageError           calls in the wrong order or number
-    |- DivergenceError      ranks disagree about what comes next
     |- NonFiniteError       a loss or a gradient norm is inf or nan
     `- CheckpointError      a checkpoint cannot be written, or read back exactly
 
@@ -26,10 +25,6 @@ class ModelError(ZeroError):
 
 class UsageError(ZeroError):
     """The engine's methods were called in the wrong order or number."""
-
-
-class DivergenceError(ZeroError):
-    """Ranks disagree about what comes next."""
 
 
 class NonFiniteError(ZeroError):

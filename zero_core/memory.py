@@ -19,7 +19,7 @@ class MemoryReport:
     activations   peak of what forward saved for backward
     padding       tails of buffers that round a unit up to whole chunks
     resident      the process's proportional set size (CPU) or the allocator's reserved bytes (CUDA)
-    baseline      resident before the engine was built, less the model it was given
+    baseline      occupied before the engine was built, less the model it was given
     unattributed  peak beyond the baseline that none of the categories explains; never negative
     """
 
@@ -43,6 +43,11 @@ def resident_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     return int(psutil.Process().memory_full_info().pss)
+
+
+def occupied_bytes(device: torch.device) -> int:
+    """What peaks are measured in: on CUDA the bytes of live tensors, else the same as `resident_bytes`."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes(device)
 
 
 class PeakSampler:

@@ -1,0 +1,54 @@
+"""The web application: puts routes, guard, errors and streams around a control plane.
+
+Built from its parts by `create_app`; reads no setting, opens no file, starts no cluster.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+import anyio.to_thread
+from fastapi import FastAPI
+
+from api import problems
+from api.auth import Auth, Guard
+from api.dashboard import routes as dashboard
+from api.limits import BodyLimit
+from api.routes import cluster, health, jobs, plan, ranks
+from api.stream import MAX_STREAMS, Streams
+from service.control_plane import ControlPlane
+
+
+def create_app(plane: ControlPlane, auth: Auth, *, max_streams: int = MAX_STREAMS) -> FastAPI:
+    """The application; the control plane starts and stops with it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await anyio.to_thread.run_sync(plane.start)
+        try:
+            yield
+        finally:
+            await anyio.to_thread.run_sync(plane.stop)
+
+    app = FastAPI(
+        title="elastic-zero",
+        version=version("elastic-zero"),
+        description="Trains models too large for one device, as a service: ZeRO on Ray, elastic by request.",
+        lifespan=lifespan,
+        openapi_url="/v1/openapi.json",
+        docs_url="/docs",
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        # A path with and without a slash at the end are not the same; guessing would hide typing errors.
+        redirect_slashes=False,
+    )
+    app.state.plane = plane
+    app.state.auth = auth
+    app.state.streams = Streams(plane, limit=max_streams)
+    problems.install(app)
+    # The last one added is the outermost: nobody's body is read before the sender is known.
+    app.add_middleware(BodyLimit)
+    app.add_middleware(Guard, auth=auth)
+    for part in (health, jobs, ranks, cluster, plan, dashboard):
+        app.include_router(part.router)
+    return app

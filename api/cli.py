@@ -1,0 +1,354 @@
+"""The command `elastic-zero`: each command asks the service one thing and shows the answer.
+
+Finds the service and its token by the data folder. Exit codes: 0 done, 1 refused or failed, 2 wrong usage,
+3 no answer from the service.
+"""
+
+import json
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from api import render, server_file
+from api.client import Client, ClientError, Refused, Unreachable
+from api.connection import NoService, connect
+from api.narrator import Narrator
+from api.schemas import JobOut
+from api.token_file import TokenFileError
+from service.errors import ServiceError
+from service.local_ray import LocalRay
+from service.settings import Settings
+
+FAILED = 1
+UNREACHABLE = 3
+END_TIMEOUT_S = 60.0
+
+_EVENTS_SHOWN = 12
+
+
+class _Commands(TyperGroup):
+    """The commands, with the errors that users can do something about turned into a line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (Unreachable, NoService) as error:
+            _fail(str(error), UNREACHABLE)
+        except Refused as error:
+            _fail(f"{error.code}: {error.detail}", FAILED, error.members.get("errors"))
+        except (ClientError, ServiceError, TokenFileError, UserMistake) as error:
+            _fail(str(error), FAILED)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Trains models too large for one device, as a service.",
+)
+_out = Console()
+_err = Console(stderr=True)
+
+
+class UserMistake(Exception):  # noqa: N818 - named for the outcome
+    """A file or value given on the command line cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was given before the command."""
+
+    settings: Settings
+    url: str | None
+    token_file: Path | None
+
+    def client(self) -> Client:
+        return connect(self.settings, url=self.url, token_file=self.token_file)
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the service's data, address and token.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Address of a service elsewhere.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with its token; it must be readable by you only.")
+    ] = None,
+) -> None:
+    """Trains models too large for one device, as a service."""
+    given = {} if data_dir is None else {"data_dir": data_dir}
+    context.obj = Options(_settings(**given), url, token_file)
+
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or the beginning of it.")]
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Job specification, YAML or JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    host: Annotated[str | None, typer.Option(help="Address to bind; loopback unless told otherwise.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = None,
+    local_cpus: Annotated[int | None, typer.Option(min=1, help="CPUs of the local Ray.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="host:port of a running Ray cluster, instead of a local one.")
+    ] = None,
+) -> None:
+    """Run the service here until Ctrl-C or SIGTERM."""
+    # The web server's and the database's code takes a second to load, which the other commands save.
+    from api.server import ServeError
+    from api.server import serve as serve_until_told
+
+    given = {"host": host, "port": port, "local_cpus": local_cpus, "ray_address": ray_address}
+    before = _of(context).settings
+    overrides = {name: value for name, value in given.items() if value is not None}
+    settings = _settings(**{"data_dir": before.data_dir, **overrides})
+    try:
+        serve_until_told(settings, announce=typer.echo)
+    except ServeError as error:
+        raise UserMistake(str(error)) from error
+
+
+@app.command()
+def down(
+    context: typer.Context,
+    force: Annotated[
+        bool, typer.Option(help="End the local Ray although jobs run on it; they go on at the next serve.")
+    ] = False,
+) -> None:
+    """End the service of this data folder, and its local Ray."""
+    settings = _of(context).settings
+    record = server_file.read(settings.data_dir)
+    if record is not None and record.alive:
+        process = psutil.Process(record.pid)
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_TIMEOUT_S)
+        except psutil.TimeoutExpired:
+            raise UserMistake(
+                f"the service (process {record.pid}) has not ended after {END_TIMEOUT_S:.0f} s"
+            ) from None
+        typer.echo("the service has ended")
+    else:
+        typer.echo(f"no service runs on the data folder {settings.data_dir}")
+    local = LocalRay(settings.data_dir)
+    if local.running and not force:
+        raise UserMistake("jobs run on, and the local Ray with them; 'elastic-zero down --force' ends them")
+    if local.stop():
+        typer.echo("the local Ray has been stopped")
+
+
+@app.command()
+def submit(
+    context: typer.Context,
+    file: FileArgument,
+    watch: Annotated[bool, typer.Option("--watch", help="Stay and watch it.")] = False,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="A repeat with the same key returns the first job.")
+    ] = None,
+) -> None:
+    """Submit a job; prints its id."""
+    with _of(context).client() as client:
+        job = client.submit(_specification(file), idempotency_key=idempotency_key)
+        typer.echo(job.id)
+        if watch:
+            _watch(client, job)
+
+
+@app.command()
+def plan(context: typer.Context, file: FileArgument) -> None:
+    """Show what a job would need on each rank, and whether it fits; exit code 1 if not."""
+    with _of(context).client() as client:
+        answer = client.plan(_specification(file))
+    _out.print(render.plan_table(answer))
+    if not answer.fits:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def jobs(
+    context: typer.Context,
+    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="The newest so many.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    with _of(context).client() as client:
+        page = client.page(limit=limit, state=state)
+    if as_json:
+        typer.echo(json.dumps([job.model_dump(mode="json") for job in page.jobs]))
+        return
+    _out.print(render.jobs_table(page.jobs))
+    if page.next_cursor is not None:
+        _err.print(f"there are more; --limit shows more than {limit}", style="dim")
+
+
+@app.command()
+def show(context: typer.Context, job: JobArgument, as_json: AsJson = False) -> None:
+    """Show one job: state, each rank's memory and throughput, checkpoints, the latest events."""
+    with _of(context).client() as client:
+        found = client.find(job)
+        if as_json:
+            typer.echo(found.model_dump_json())
+            return
+        events = list(client.events(found.id))[-_EVENTS_SHOWN:]
+        _out.print(render.job_details(found, client.ranks(found.id), client.checkpoints(found.id), events))
+
+
+@app.command()
+def watch(context: typer.Context, job: JobArgument) -> None:
+    """Watch a job until it is over; exit code 1 unless it succeeded. Ctrl-C leaves it running."""
+    with _of(context).client() as client:
+        _watch(client, client.find(job))
+
+
+@app.command()
+def resize(
+    context: typer.Context,
+    job: JobArgument,
+    workers: Annotated[int, typer.Argument(min=1, metavar="N", help="Workers wanted.")],
+) -> None:
+    """Ask for another number of workers."""
+    with _of(context).client() as client:
+        after = client.resize(client.find(job).id, workers)
+    typer.echo(f"job {after.id}: {after.workers.wanted} workers wanted, {after.workers.current} at work")
+
+
+@app.command()
+def pause(context: typer.Context, job: JobArgument) -> None:
+    """Save a job and free its workers."""
+    with _of(context).client() as client:
+        _tell(client.pause(client.find(job).id))
+
+
+@app.command()
+def resume(context: typer.Context, job: JobArgument) -> None:
+    """Let a paused job go on."""
+    with _of(context).client() as client:
+        _tell(client.resume(client.find(job).id))
+
+
+@app.command()
+def cancel(context: typer.Context, job: JobArgument) -> None:
+    """Stop a job for good."""
+    with _of(context).client() as client:
+        _tell(client.cancel(client.find(job).id))
+
+
+@app.command()
+def checkpoint(context: typer.Context, job: JobArgument) -> None:
+    """Save a job's state at the next step boundary."""
+    with _of(context).client() as client:
+        after = client.save_checkpoint(client.find(job).id)
+    typer.echo(f"job {after.id}: a checkpoint is saved at the next step boundary")
+
+
+@app.command()
+def logs(
+    context: typer.Context,
+    job: JobArgument,
+    worker: Annotated[str | None, typer.Option(help="One worker by name.")] = None,
+    tail: Annotated[int, typer.Option(min=1, max=5000, help="Last lines of each.")] = 50,
+) -> None:
+    """Show the ends of the workers' logs."""
+    with _of(context).client() as client:
+        for log in client.logs(client.find(job).id, worker=worker, tail=tail):
+            _out.print(Text(f"== {log.worker}", style="bold"))
+            # Not through rich: a log is shown as it is.
+            for line in log.lines:
+                typer.echo(line)
+
+
+@app.command()
+def dashboard(context: typer.Context) -> None:
+    """Print the dashboard's address, and where the token for signing in is."""
+    given = _of(context)
+    with given.client() as client:
+        client.ready()
+        typer.echo(f"{client.url}/dashboard")
+    _err.print(f"sign in with the token in {given.token_file or given.settings.token_file}", style="dim")
+
+
+@app.command()
+def demo() -> None:
+    """Run the main job here, beginning to end: learn real text, resize 2 -> 4 -> 3, show what it cost."""
+    from api.demo import DemoFailed, run
+
+    try:
+        run(_out)
+    except DemoFailed as error:
+        raise UserMistake(f"the demo failed: {error}") from error
+
+
+def _of(context: typer.Context) -> Options:
+    given: Options = context.obj
+    return given
+
+
+def _settings(**values: Any) -> Settings:
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise UserMistake(f"setting {name}: {first['msg']} (it is {first['input']!r})") from error
+
+
+def _specification(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserMistake(f"cannot read {file}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserMistake(f"{file} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise UserMistake(f"{file} must hold a mapping of fields, not {type(content).__name__}")
+    return content
+
+
+def _watch(client: Client, job: JobOut) -> None:
+    last = job
+    try:
+        with Narrator(_out) as narrator:
+            for streamed in client.follow(job.id):
+                narrator.tell(streamed.item)
+                if isinstance(streamed.item, JobOut):
+                    last = streamed.item
+    except KeyboardInterrupt:
+        _err.print(f"job {job.id} runs on; 'elastic-zero watch {job.id}' looks again", style="dim")
+        raise typer.Exit(0) from None
+    _tell(last)
+    if last.state != "succeeded":
+        raise typer.Exit(FAILED)
+
+
+def _tell(job: JobOut) -> None:
+    reason = f" ({job.reason})" if job.reason else ""
+    typer.echo(
+        f"job {job.id}: {job.state}{reason}, step {job.step} of {job.steps}, loss {render.loss(job.loss)}"
+    )
+
+
+def _fail(text: str, code: int, listed: list[dict[str, str]] | None = None) -> None:
+    _err.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+    for item in (listed or [])[1:]:
+        _err.print(Text(f"       {item['field']}: {item['message']}"))
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    app()

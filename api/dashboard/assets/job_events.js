@@ -1,0 +1,76 @@
+// What a job's events mean to people: one line of text, a tone, and a marker on the curves. Pure.
+
+import { bytes, duration, words } from "./format.js";
+
+const by = (data) => (data.who ? ` by ${data.who}` : "");
+const workers = (count) => `${count} ${count === 1 ? "worker" : "workers"}`;
+const phases = (seconds) =>
+  Object.entries(seconds ?? {})
+    .map(([name, value]) => `${words(name)} ${duration(value)}`)
+    .join(", ");
+const onRank = ({ rank }) => (rank === undefined || rank === null ? "" : `rank ${rank}`);
+const reason = (data) => (data.reason ? `: ${data.reason}` : "");
+
+const TEXTS = {
+  phase: (data) => `${words(data.phase)}${reason(data)}`,
+  state: (data) => `${words(data.from)} → ${words(data.to)}${reason(data)}`,
+  request: (data) => `${words(data.action)} asked for${by(data)}${data.workers ? `: ${workers(data.workers)}` : ""}`,
+  command: (data) =>
+    `${words(data.kind)} ${data.refused ? "refused" : "taken"}${by(data)}${data.workers ? `: ${workers(data.workers)}` : ""}` +
+    (data.refused ? `, ${data.refused}` : ""),
+  resize: (data) =>
+    `${data.old_workers} → ${workers(data.new_workers)} at step ${data.at_step}${by(data)}; ` +
+    `paused ${duration(data.pause_s)}${data.seconds ? ` (${phases(data.seconds)})` : ""}, ` +
+    `${data.steps_lost ?? 0} steps lost`,
+  resize_refused: (data) => `${workers(data.wanted)} refused, going on with ${data.workers}${reason(data)}`,
+  recovery: (data) =>
+    `${data.old_workers} → ${workers(data.new_workers)} at step ${data.at_step}; ` +
+    `paused ${duration(data.pause_s)}, ${data.steps_lost} steps lost${data.cause ? `: ${data.cause}` : ""}`,
+  worker_lost: (data) =>
+    `${onRank(data) || "a worker"}${data.worker ? ` (${data.worker})` : ""} at step ${data.step}${data.cause ? `: ${data.cause}` : ""}`,
+  checkpoint: (data) =>
+    `step ${data.step}, ${bytes(data.bytes)} in ${duration(data.seconds)}${data.reason ? ` (${data.reason})` : ""}`,
+  error: (data) => [onRank(data), data.message].filter(Boolean).join(": "),
+};
+
+const TONES = {
+  resize: "accent",
+  resize_refused: "warning",
+  recovery: "warning",
+  worker_lost: "danger",
+  error: "danger",
+};
+
+// One line about the event, less its kind.
+export function eventText(event) {
+  const text = TEXTS[event.kind];
+  return text ? text(event.data) : JSON.stringify(event.data);
+}
+
+// "neutral", "accent", "warning", "danger" or "good".
+export function eventTone(event) {
+  const state = event.kind === "phase" ? event.data.phase : event.kind === "state" ? event.data.to : null;
+  if (state === "failed") return "danger";
+  if (state === "recovering") return "warning";
+  if (state === "succeeded") return "good";
+  return TONES[event.kind] ?? "neutral";
+}
+
+// The step an event belongs to, where it says so.
+export function eventStep(event) {
+  return event.data.at_step ?? event.data.step ?? event.step ?? null;
+}
+
+// What is drawn on the curves: {kind, step, label, text}, or null.
+export function markerOf(event, step) {
+  if (step === null || step === undefined) return null;
+  const { data, kind } = event;
+  if (kind === "resize") {
+    return { kind, step, label: `${data.old_workers}→${data.new_workers}`, text: `Resize ${eventText(event)}` };
+  }
+  if (kind === "recovery") {
+    return { kind, step, label: `↺ ${data.old_workers}→${data.new_workers}`, text: `Recovery ${eventText(event)}` };
+  }
+  if (kind === "checkpoint") return { kind, step, label: "", text: `Checkpoint at ${eventText(event)}` };
+  return null;
+}

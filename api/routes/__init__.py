@@ -1,0 +1,1 @@
+"""The REST routes, one module for each thing they are about. They translate; the control plane decides."""

@@ -1,0 +1,1 @@
+"""The documentation; `docs.generate` writes its reference pages from the code."""

@@ -1,0 +1,274 @@
+"""The training loop and the rendezvous on real gloo groups."""
+
+import math
+import os
+import signal
+import threading
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import RankFailedError, run_ranks
+from workers.data import open_batches
+from workers.failures import describe
+from workers.loop import Place, TrainingLoop, Wishes, make_engine, resume
+from workers.models import build_model, vocabulary
+from workers.protocol import Fault, Outcome, Wish
+from workers.rendezvous import Rendezvous
+from workers.spec import JobSpec
+from zero_core import manifest
+
+pytestmark = pytest.mark.distributed
+
+STEPS, MICRO_BATCHES = 7, 5
+
+
+def _spec(**changes: Any) -> JobSpec:
+    fields = {
+        "data": {"kind": "synthetic", "samples": 48},
+        "model": {"kind": "gpt", "layers": 2, "hidden": 32, "heads": 2, "vocabulary": 31, "dropout": 0.1},
+        "steps": STEPS,
+        "global_batch": 2 * MICRO_BATCHES,
+        "micro_batch": 2,
+        "sequence_length": 12,
+        "seed": 11,
+        "checkpoints": {"every_steps": 3, "keep": 2},
+        "sample_ledger": True,
+    }
+    return JobSpec.model_validate(fields | changes)
+
+
+def _train(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    spec: JobSpec,
+    wish: tuple[int, int, Wish] | None = None,
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """Train from the newest checkpoint in `folder`. wish: (rank, after its report of this step, what)."""
+    device = torch.device("cpu")
+    batches = open_batches(spec, vocabulary=vocabulary(spec))
+    engine = make_engine(spec, build_model(spec), device)
+    latest = manifest.latest(folder)
+    if latest:
+        resume(engine, batches, latest.path)
+    wishes = Wishes()
+    notices: list[dict[str, Any]] = []
+
+    def sink(notice: dict[str, Any]) -> None:
+        notices.append(notice)
+        if wish and notice["type"] == "report" and (rank, notice["step"]) == wish[:2]:
+            wishes.ask(wish[2])
+
+    place = Place(
+        worker=f"w{rank}", generation=1, rank=rank, world_size=world_size, checkpoints=folder, device=device
+    )
+    loop = TrainingLoop(spec=spec, place=place, engine=engine, batches=batches, wishes=wishes, sink=sink)
+    return loop.run(), notices
+
+
+def _reports(results: list[tuple[Outcome, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    return [n for _, notices in results for n in notices if n["type"] == "report"]
+
+
+def _saves(results: list[tuple[Outcome, list[dict[str, Any]]]]) -> list[tuple[int, str]]:
+    return [(n["step"], n["reason"]) for _, notices in results for n in notices if n["type"] == "checkpoint"]
+
+
+def _losses(results: list[tuple[Outcome, list[dict[str, Any]]]]) -> dict[int, float]:
+    return {report["step"]: report["loss"] for report in _reports(results)}
+
+
+@pytest.fixture(scope="module")
+def unresized(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("alone")
+    return _losses(run_ranks(1, _train, folder, _spec()))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_sample_is_seen_once_and_the_loss_does_not_depend_on_the_ranks(
+    world_size: int, tmp_path: Path, unresized: dict[int, float]
+) -> None:
+    spec = _spec()
+    results = run_ranks(world_size, _train, tmp_path, spec)
+    assert [outcome for outcome, _ in results] == [Outcome(step=STEPS)] * world_size
+    batches = open_batches(spec, vocabulary=31)
+    for step in range(1, STEPS + 1):
+        seen = [sample for r in _reports(results) if r["step"] == step for sample in r["samples"]]
+        due = [int(i) for m in range(MICRO_BATCHES) for i in batches.ids(step - 1, m)]
+        assert sorted(seen) == sorted(due)
+    assert _losses(results) == pytest.approx(unresized, rel=1e-5)
+    # At intervals and at the end; pruned to the newest two.
+    assert _saves(results) == [(3, "interval"), (6, "interval"), (7, "final")]
+    assert [info.step for info in manifest.scan(tmp_path)] == [6, 7]
+
+
+def test_a_stop_wished_by_one_rank_stops_all_at_one_step_and_another_group_goes_on(
+    tmp_path: Path, unresized: dict[int, float]
+) -> None:
+    spec = _spec()
+    first = run_ranks(2, _train, tmp_path, spec, (1, 3, Wish.RESIZE))
+    stopped = {outcome for outcome, _ in first}
+    assert stopped == {Outcome(step=4, reason=Wish.RESIZE)}
+    assert _saves(first)[-1] == (4, "resize")
+    rest = run_ranks(3, _train, tmp_path, spec)
+    assert sorted({report["step"] for report in _reports(rest)}) == [5, 6, 7]
+    assert {**_losses(first), **_losses(rest)} == pytest.approx(unresized, rel=1e-5)
+
+
+def test_a_checkpoint_on_demand_does_not_stop_the_group(tmp_path: Path) -> None:
+    results = run_ranks(
+        2, _train, tmp_path, _spec(checkpoints={"every_steps": None}), (0, 2, Wish.CHECKPOINT)
+    )
+    assert _saves(results) == [(3, "demand"), (7, "final")]
+    assert [outcome.step for outcome, _ in results] == [7, 7]
+
+
+def test_memory_and_time_are_accounted_for_in_every_report(tmp_path: Path) -> None:
+    results = run_ranks(2, _train, tmp_path, _spec(zero={"stage": 3}))
+    for report in _reports(results):
+        for kind in ("parameters", "gradients", "optimizer_states", "communication_buffers", "padding"):
+            measured, predicted = getattr(report["memory"], kind), getattr(report["predicted"], kind)
+            assert measured == predicted, kind
+        assert report["predicted"].activations == pytest.approx(report["memory"].activations, rel=0.02)
+        assert report["tokens"] in (2 * 12 * 2, 3 * 12 * 2)
+        if report["step"] == 2:  # the first one also counts the engine's start
+            busy = sum(spent for phase, spent in report["seconds"].items() if phase != "idle")
+            assert 0 < busy <= report["step_s"] * 1.01
+
+
+def test_a_loss_that_is_not_finite_is_an_error_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+    spec = _spec(optimizer={"lr": 1e38, "clip_norm": None}, checkpoints={"every_steps": 1})
+    with pytest.raises(RankFailedError, match=r"NonFiniteError|DivergedError"):
+        run_ranks(2, _train, tmp_path, spec)
+    assert all(info.step < STEPS for info in manifest.scan(tmp_path))
+
+
+def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, _train, tmp_path, _spec(steps=3))
+    with pytest.raises(RankFailedError, match="samples: 48 then, 49 now"):
+        run_ranks(2, _train, tmp_path, _spec(data={"kind": "synthetic", "samples": 49}))
+
+
+# The rendezvous: groups formed, left, aborted and formed again in live processes
+
+
+def _sum(rank: int) -> float:
+    value = torch.tensor([float(rank + 1)])
+    dist.all_reduce(value)
+    return float(value)
+
+
+def _member(pipe: Connection) -> None:
+    """A worker process in small: forms the groups it is told to form, and answers with what came of it."""
+    rendezvous = Rendezvous(address="127.0.0.1", device=torch.device("cpu"))
+    pipe.send(rendezvous.host())
+    while (order := pipe.recv()) is not None:
+        generation, rank, world_size, store, deed = order
+        try:
+            began = time.perf_counter()
+            rendezvous.form(
+                generation=generation,
+                rank=rank,
+                world_size=world_size,
+                store=store,
+                collective_timeout_s=60,
+            )
+            formed_s = time.perf_counter() - began
+            _sum(rank)
+            if deed == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if deed == "wait":
+                threading.Timer(0.5, rendezvous.abort, [generation]).start()
+                _sum(rank)
+            answer: tuple[Any, ...] = ("sum", _sum(rank), formed_s)
+        except Exception as error:
+            failure = describe(error, aborted=rendezvous.aborted(generation))
+            answer = ("failed", failure.fault)
+        rendezvous.leave()
+        pipe.send(answer)
+
+
+class _Members:
+    """Live processes, told one by one what to form."""
+
+    def __init__(self, count: int) -> None:
+        context = get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for _ in range(count):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_member, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+        self.stores = [pipe.recv() for pipe in self.pipes]
+
+    def tell(self, generation: int, who: list[int], deeds: dict[int, str]) -> None:
+        for rank, member in enumerate(who):
+            order = (generation, rank, len(who), self.stores[who[0]], deeds.get(member))
+            self.pipes[member].send(order)
+
+    def answer(self, member: int, timeout_s: float = 20.0) -> tuple[Any, ...]:
+        assert self.pipes[member].poll(timeout_s), f"member {member} is stuck"
+        answer: tuple[Any, ...] = self.pipes[member].recv()
+        return answer
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+def test_groups_form_and_form_again_with_other_members_in_live_processes() -> None:
+    members = _Members(3)
+    try:
+        # Grow, shrink, and another host of the meeting: the one before has left.
+        for generation, who in enumerate([[0, 1], [0, 1, 2], [0, 2], [2, 1]], start=1):
+            members.tell(generation, who, {})
+            answers = [members.answer(member) for member in who]
+            assert [a[:2] for a in answers] == [("sum", len(who) * (len(who) + 1) / 2)] * len(who)
+            assert all(a[2] < 5 for a in answers)
+    finally:
+        members.end()
+
+
+def test_survivors_of_a_killed_rank_are_aborted_and_meet_again() -> None:
+    members = _Members(3)
+    try:
+        began = time.monotonic()
+        members.tell(1, [0, 1, 2], {0: "wait", 1: "wait", 2: "die"})
+        faults = {members.answer(member)[1] for member in (0, 1)}
+        assert faults <= {Fault.ABORTED, Fault.COLLECTIVE}
+        assert time.monotonic() - began < 15, "not at the collective's timeout"
+        members.tell(2, [0, 1], {})
+        assert [members.answer(member)[:2] for member in (0, 1)] == [("sum", 3.0)] * 2
+    finally:
+        members.end()
+
+
+def test_a_rank_that_never_arrives_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.rendezvous.FORM_TIMEOUT_S", 0.5)
+    rendezvous = Rendezvous(address="127.0.0.1", device=torch.device("cpu"))
+    with pytest.raises(Exception, match=r"ranks \[1\] did not arrive within 0\.5 s"):
+        rendezvous.form(generation=1, rank=0, world_size=2, store=rendezvous.host(), collective_timeout_s=60)
+    assert not dist.is_initialized()
+
+
+def test_an_abort_reaches_a_rank_that_still_waits_for_others() -> None:
+    rendezvous = Rendezvous(address="127.0.0.1", device=torch.device("cpu"))
+    threading.Timer(0.3, rendezvous.abort, [1]).start()
+    began = time.monotonic()
+    with pytest.raises(Exception, match="aborted while it formed"):
+        rendezvous.form(generation=1, rank=0, world_size=2, store=rendezvous.host(), collective_timeout_s=60)
+    assert math.isclose(time.monotonic() - began, 0.3, abs_tol=3.0)

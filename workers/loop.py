@@ -1,0 +1,256 @@
+"""The training loop of one rank in one generation.
+
+Owns the order of things within a step: seeding, forward, backward, the agreement on wishes, the report, the
+checkpoint. The engine, the data, the clock and the way out for reports are arguments; Ray, actors and the
+forming of groups are unknown here.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from workers.data import Batches, check_resume
+from workers.errors import DivergedError, ModelError
+from workers.model_shapes import gpt_activation_bytes
+from workers.order import mix
+from workers.protocol import STOPS, Outcome, Wish
+from workers.reports import MemoryUse
+from workers.schedule import learning_rate
+from workers.spec import GPTModel, JobSpec
+from zero_core import checkpoint, manifest
+from zero_core.config import AdamWConfig, ZeroConfig
+from zero_core.engine import StepReport, ZeroEngine
+
+Sink = Callable[[dict[str, Any]], None]
+"""Takes a notice: a rank report without its number, or a checkpoint. Blocks while nobody collects them."""
+
+_MEMORY_EVERY_S = 1.0
+"""Measuring the process costs milliseconds; reports of steps in between repeat the last figures."""
+
+
+class Wishes:
+    """What this rank has been asked for, from any thread; the loop puts it to the vote at each step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[Wish] = set()
+
+    def ask(self, wish: Wish) -> None:
+        with self._lock:
+            self._open.add(wish)
+
+    def ballot(self) -> tuple[float, ...]:
+        """One number for each Wish, in its order; what is in it is then the group's and no longer open."""
+        with self._lock:
+            taken, self._open = self._open, set()
+        return tuple(float(wish in taken) for wish in Wish)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where in the job this loop runs."""
+
+    worker: str
+    generation: int
+    rank: int
+    world_size: int
+    checkpoints: Path
+    device: torch.device
+
+
+def make_engine(spec: JobSpec, model: nn.Module, device: torch.device) -> ZeroEngine:
+    """The ZeRO engine as the job wants it, over torch.distributed's default group."""
+    optimizer = spec.optimizer
+    config = ZeroConfig(
+        stage=spec.zero.stage,
+        precision=spec.precision.value,
+        micro_batches=spec.micro_batches,
+        optimizer=AdamWConfig(
+            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
+        ),
+        clip_norm=optimizer.clip_norm,
+        tile=spec.zero.tile,
+        staging_bytes=spec.zero.staging_bytes,
+    )
+    return ZeroEngine(model, config, device=device)
+
+
+def resume(engine: ZeroEngine, batches: Batches, path: Path) -> None:
+    """Load a checkpoint of any world size. Collective.
+
+    Raises ResumeError if it was made with other data, zero_core's CheckpointError if it cannot be read back.
+    """
+    extra = checkpoint.load(engine, path)
+    check_resume(extra["data"], batches.fingerprint)
+
+
+class TrainingLoop:
+    """Trains from `engine.steps_done` to the last step, or to the boundary at which all agree to stop."""
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        place: Place,
+        engine: ZeroEngine,
+        batches: Batches,
+        wishes: Wishes,
+        sink: Sink,
+        clock: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._spec = spec
+        self._place = place
+        self._engine = engine
+        self._batches = batches
+        self._wishes = wishes
+        self._sink = sink
+        self._clock = clock
+        self._wall = wall
+        self._memory: tuple[MemoryUse, int] | None = None
+        self._memory_at = -math.inf
+        self._predicted = _predicted(engine, spec)
+
+    def run(self) -> Outcome:
+        """Train. Collective: every rank of the group returns the same outcome.
+
+        Raises UserError for the job's own faults, among them a loss that is not finite, and whatever the
+        model raises.
+        """
+        engine, last = self._engine, self._spec.steps
+        engine.train()
+        while engine.steps_done < last:
+            agreed = self._step()
+            done = engine.steps_done
+            stop = next((wish for wish in STOPS if wish in agreed), None)
+            if done == last:
+                self._save("final")
+            elif stop:
+                self._save(stop.value)
+                return Outcome(step=done, reason=stop)
+            elif Wish.CHECKPOINT in agreed:
+                self._save("demand")
+            elif self._spec.checkpoints.every_steps and done % self._spec.checkpoints.every_steps == 0:
+                self._save("interval")
+        return Outcome(step=last)
+
+    def _step(self) -> frozenset[Wish]:
+        """One optimizer step and its report; returns the wishes that some rank has put to the vote."""
+        began = self._clock()
+        step, engine = self._engine.steps_done, self._engine
+        samples: list[int] = []
+        for micro_batch in engine.micro_batches:
+            samples += self._micro_batch(step, micro_batch)
+        rate = learning_rate(self._spec, step)
+        report = engine.step(lr=rate, ballot=self._wishes.ballot())
+        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+            raise DivergedError(
+                f"step {step + 1}: loss {report.loss}, gradient norm {report.grad_norm}, "
+                f"learning rate {rate:g}. "
+                "Lower optimizer.lr, lengthen schedule.warmup_steps, or set optimizer.clip_norm"
+            )
+        self._tell(report, samples, rate, self._clock() - began)
+        return frozenset(wish for wish, votes in zip(Wish, report.ballot, strict=True) if votes)
+
+    def _micro_batch(self, step: int, micro_batch: int) -> list[int]:
+        """Forward and backward of one micro-batch; returns the ids of its samples."""
+        ids = self._batches.ids(step, micro_batch)
+        inputs, targets = (torch.from_numpy(part).to(self._place.device) for part in self._batches.read(ids))
+        # Dropout must not depend on which rank computes the micro-batch, nor on what was drawn before.
+        torch.manual_seed(mix(self._spec.seed, step, micro_batch))
+        loss = self._engine(inputs, targets)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ModelError(f"the model's forward must return the scalar mean loss; it returned {shape}")
+        self._engine.backward(loss)
+        return [int(sample) for sample in ids]
+
+    def _save(self, reason: str) -> None:
+        saved = checkpoint.save(
+            self._engine,
+            self._place.checkpoints,
+            extra={"data": self._batches.fingerprint, "steps": self._spec.steps},
+            generation=self._place.generation,
+        )
+        if self._place.rank == 0:
+            # The new one is committed: only now may an older one go.
+            manifest.prune(self._place.checkpoints, keep=self._spec.checkpoints.keep)
+            self._sink(
+                {
+                    "type": "checkpoint",
+                    "generation": self._place.generation,
+                    "step": saved.step,
+                    "bytes": saved.bytes,
+                    "seconds": saved.seconds,
+                    "reason": reason,
+                }
+            )
+
+    def _tell(self, report: StepReport, samples: list[int], rate: float, step_s: float) -> None:
+        memory, resident = self._measure()
+        self._sink(
+            {
+                "type": "report",
+                "time": self._wall(),
+                "generation": self._place.generation,
+                "rank": self._place.rank,
+                "world_size": self._place.world_size,
+                "worker": self._place.worker,
+                "step": report.step,
+                "loss": report.loss,
+                "lr": rate,
+                "grad_norm": report.grad_norm,
+                "tokens": len(samples) * self._spec.sequence_length,
+                "step_s": step_s,
+                "seconds": dict(report.seconds),
+                "bytes_sent": dict(report.bytes_sent),
+                "memory": memory,
+                "predicted": self._predicted,
+                "resident_bytes": resident,
+                "samples": samples if self._spec.sample_ledger else None,
+            }
+        )
+
+    def _measure(self) -> tuple[MemoryUse, int]:
+        now = self._clock()
+        if self._memory is None or now - self._memory_at >= _MEMORY_EVERY_S:
+            measured = self._engine.memory()
+            use = MemoryUse(
+                parameters=measured.parameters,
+                gradients=measured.gradients,
+                optimizer_states=measured.optimizer_states,
+                communication_buffers=measured.communication_buffers,
+                activations=measured.activations,
+                padding=measured.padding,
+                unattributed=measured.unattributed,
+            )
+            self._memory, self._memory_at = (use, measured.resident), now
+        return self._memory
+
+
+def _predicted(engine: ZeroEngine, spec: JobSpec) -> MemoryUse:
+    """The engine's own budget; what forward saves is only known beforehand for the built-in model."""
+    budget = engine.budget
+    activations = budget.activations
+    if isinstance(spec.model, GPTModel):
+        activations = gpt_activation_bytes(
+            spec.model,
+            sequence_length=spec.sequence_length,
+            micro_batch=spec.micro_batch,
+            precision=spec.precision,
+        )
+    return MemoryUse(
+        parameters=budget.parameters,
+        gradients=budget.gradients,
+        optimizer_states=budget.optimizer_states,
+        communication_buffers=budget.communication_buffers,
+        activations=activations,
+        padding=budget.padding,
+    )

@@ -1,0 +1,75 @@
+"""What a job's owner wants of it now. Commands come in on one side, the conductor takes them on the other.
+
+Nothing is queued: the newest wanted number counts, a cancel or a pause stays until the attempt ends.
+"""
+
+import threading
+
+from workers.commands import Cancel, Pause, Resize, SaveCheckpoint
+
+
+class Orders:
+    """Thread-safe."""
+
+    def __init__(self, wanted: int, *, cancel: str | None = None, pause: str | None = None) -> None:
+        """`cancel` and `pause` name who has asked for it, where that was before this process began."""
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._wanted = wanted
+        self._resize: Resize | None = None
+        self._cancel = cancel
+        self._pause = pause
+        self._checkpoint = False
+
+    def give(self, command: Resize | Pause | Cancel | SaveCheckpoint) -> None:
+        with self._lock:
+            match command:
+                case Resize():
+                    self._wanted, self._resize = command.workers, command
+                case Pause():
+                    self._pause = command.who
+                case Cancel():
+                    self._cancel = command.who
+                case SaveCheckpoint():
+                    self._checkpoint = True
+        self._changed.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return after the time, or at once when something new is wanted."""
+        self._changed.wait(timeout_s)
+        self._changed.clear()
+
+    @property
+    def wanted(self) -> int:
+        with self._lock:
+            return self._wanted
+
+    @property
+    def cancel(self) -> str | None:
+        """Who wants the job to end."""
+        with self._lock:
+            return self._cancel
+
+    @property
+    def pause(self) -> str | None:
+        """Who wants the job to pause."""
+        with self._lock:
+            return self._pause
+
+    @property
+    def resize(self) -> Resize | None:
+        """The resize that is still to be done."""
+        with self._lock:
+            return self._resize
+
+    def close_resize(self, order: Resize, *, workers: int) -> None:
+        """The resize was done or refused, and the group has `workers`; a newer one is left alone."""
+        with self._lock:
+            if self._resize is order:
+                self._wanted, self._resize = workers, None
+
+    def take_checkpoint(self) -> bool:
+        """Whether a checkpoint has been asked for since the last call."""
+        with self._lock:
+            taken, self._checkpoint = self._checkpoint, False
+            return taken

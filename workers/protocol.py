@@ -1,0 +1,116 @@
+"""What the controller and a worker say to each other: frozen values that Ray carries, and nothing that acts.
+
+Everything about a group names its generation, the fencing token. Knows neither Ray nor torch.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Activity(StrEnum):
+    """What a worker's training thread is doing."""
+
+    IDLE = "idle"
+    FORMING = "forming"
+    LOADING = "loading"
+    TRAINING = "training"
+
+
+class Wish(StrEnum):
+    """What a group may be asked for; all ranks agree on it in the small collective of a step.
+
+    The order of the members is that of the step's ballot.
+    """
+
+    CHECKPOINT = "checkpoint"
+    RESIZE = "resize"
+    PAUSE = "pause"
+
+
+STOPS = (Wish.RESIZE, Wish.PAUSE)
+"""The wishes that end a group at the step boundary where all have heard of them."""
+
+
+class Fault(StrEnum):
+    """Whose doing a failure is.
+
+    user        the job's own: its model, its data, its numbers; not retried
+    collective  the group's: a peer or the network went away; another generation may go on
+    aborted     the controller's wish
+    """
+
+    USER = "user"
+    COLLECTIVE = "collective"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """A worker's place in one generation, and where it starts from."""
+
+    generation: int
+    rank: int
+    world_size: int
+    store: str
+    """host:port of the key-value store at which the group meets."""
+    checkpoint: str | None
+    """Folder of the checkpoint to load; None: step 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An exception as data, so that nothing has to be unpickled where its class is unknown."""
+
+    fault: Fault
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a worker's part in a generation ended: all steps done, unless `reason` or `failure` is there."""
+
+    step: int
+    """Steps finished, over the life of the job."""
+    reason: Wish | None = None
+    """The agreed wish that stopped the group."""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A worker has begun to train in a generation."""
+
+    step: int
+    """Steps finished before."""
+    time: float
+    """Unix seconds."""
+    seconds: dict[str, float]
+    """How long it took to `form` the group, `start` the engine and `load` the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """A worker's answer to being prepared: its process, or why the job cannot run there."""
+
+    pid: int
+    node: str
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poll:
+    """A worker's account of itself, and its notices numbered (upto - len(notices) + 1) .. upto.
+
+    `outcome` is only told in the answer that carries the last notice before it.
+    """
+
+    generation: int
+    activity: Activity
+    step: int
+    notices: tuple[dict[str, Any], ...]
+    upto: int
+    begun: Begun | None
+    outcome: Outcome | None
