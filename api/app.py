@@ -6,17 +6,28 @@ Built from its parts by `create_app`; reads no setting, opens no file, starts no
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 import anyio.to_thread
-from fastapi import FastAPI
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
 
 from api import problems
 from api.auth import Auth, Guard
 from api.dashboard import routes as dashboard
 from api.limits import BodyLimit
 from api.routes import cluster, health, jobs, plan, ranks
+from api.schemas import ProblemOut
 from api.stream import MAX_STREAMS, Streams
 from service.control_plane import ControlPlane
+
+_TOKEN_DOCUMENTED = Security(HTTPBearer(auto_error=False, description="The service's token."))
+"""For the OpenAPI document only: the guard has checked before any route is reached."""
+
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ProblemOut, "description": "Refused"},
+    "5XX": {"model": ProblemOut, "description": "Not possible now, or a fault of the service"},
+}
 
 
 def create_app(plane: ControlPlane, auth: Auth, *, max_streams: int = MAX_STREAMS) -> FastAPI:
@@ -49,6 +60,8 @@ def create_app(plane: ControlPlane, auth: Auth, *, max_streams: int = MAX_STREAM
     # The last one added is the outermost: nobody's body is read before the sender is known.
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, auth=auth)
-    for part in (health, jobs, ranks, cluster, plan, dashboard):
-        app.include_router(part.router)
+    app.include_router(health.router)
+    app.include_router(dashboard.router)
+    for part in (jobs, ranks, cluster, plan):
+        app.include_router(part.router, dependencies=[_TOKEN_DOCUMENTED], responses=_PROBLEMS)
     return app

@@ -7,6 +7,8 @@ Finds the service and its token by the data folder. Exit codes: 0 done, 1 refuse
 import json
 import signal
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +26,7 @@ from api.client import Client, ClientError, Refused, Unreachable
 from api.connection import NoService, connect
 from api.narrator import Narrator
 from api.schemas import JobOut
+from api.server_file import ServerRecord
 from api.token_file import TokenFileError
 from service.errors import ServiceError
 from service.local_ray import LocalRay
@@ -134,14 +137,7 @@ def down(
     settings = _of(context).settings
     record = server_file.read(settings.data_dir)
     if record is not None and record.alive:
-        process = psutil.Process(record.pid)
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(END_TIMEOUT_S)
-        except psutil.TimeoutExpired:
-            raise UserMistake(
-                f"the service (process {record.pid}) has not ended after {END_TIMEOUT_S:.0f} s"
-            ) from None
+        _end(record)
         typer.echo("the service has ended")
     else:
         typer.echo(f"no service runs on the data folder {settings.data_dir}")
@@ -297,6 +293,17 @@ def demo() -> None:
 def _of(context: typer.Context) -> Options:
     given: Options = context.obj
     return given
+
+
+def _end(record: ServerRecord) -> None:
+    """Ask the service's process to end and wait until it has. It is not our child, so it is looked at."""
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(record.pid).send_signal(signal.SIGTERM)
+    deadline_s = time.monotonic() + END_TIMEOUT_S
+    while record.alive:
+        if time.monotonic() > deadline_s:
+            raise UserMistake(f"the service (process {record.pid}) has not ended after {END_TIMEOUT_S:.0f} s")
+        time.sleep(0.1)
 
 
 def _settings(**values: Any) -> Settings:

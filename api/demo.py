@@ -245,8 +245,10 @@ def _show(client: Client, seen: _Seen, console: Console) -> None:
     if len(ranks) != RESIZES[-1][1]:
         raise DemoFailed(f"{len(ranks)} ranks have reported last, not {RESIZES[-1][1]}")
     console.print()
+    console.print(render.MEMORY_HEADING, soft_wrap=True)
     console.print(render.memory_table(ranks))
     console.print()
+    console.print("what each resize cost; training paused from the end of a step until it went on:")
     console.print(_resizes_table(seen.resizes))
     console.print(
         f"\nloss in nats a byte: {seen.losses[0]:.3f} at the first step, {_final(seen):.3f} at the end "
@@ -256,13 +258,11 @@ def _show(client: Client, seen: _Seen, console: Console) -> None:
 
 
 def _resizes_table(resizes: list[EventOut]) -> Table:
-    """What each resize cost: from the last step before it to training again, and what that was spent on."""
+    """What each resize cost, and parts of it: forming the group, building the engine, loading its state."""
     phases = ("form", "start", "load")
     table = Table(
         "workers",
         *(Column(name, justify="right") for name in ("at step", "steps lost", "pause", *phases)),
-        title="what each resize cost (pause: from the end of the last step until training goes on)",
-        title_justify="left",
         box=None,
         pad_edge=False,
     )

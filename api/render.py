@@ -13,6 +13,8 @@ from rich.text import Text
 from api.schemas import CheckpointOut, EventOut, JobOut, PlanOut, ReportOut
 from workers.reports import MemoryUse
 
+MEMORY_HEADING = "each rank's throughput, and its memory in MiB (below: as predicted before it started)"
+
 _MIB = 1 << 20
 _STATE_STYLES = {
     "succeeded": "green",
@@ -64,17 +66,15 @@ def job_details(
         facts.add_row(Text(name, style="dim"), value)
     parts: list[RenderableType] = [facts]
     if ranks:
-        parts += ["", memory_table(ranks)]
+        parts += ["", MEMORY_HEADING, memory_table(ranks)]
     if events:
         parts += ["", *(event_line(event) for event in events)]
     return Group(*parts)
 
 
 def memory_table(ranks: Sequence[ReportOut]) -> Table:
-    """Each rank's throughput and its memory by category, measured over predicted."""
+    """Each rank's throughput, and its memory in MiB by category: measured, and predicted below it."""
     table = Table(
-        title="each rank: throughput, and memory in MiB (below: predicted before it started)",
-        title_justify="left",
         box=None,
         pad_edge=False,
     )

@@ -307,6 +307,20 @@ class PlanOut(_Wire):
         )
 
 
+class ProblemOut(_Wire):
+    """An error (RFC 9457). Further members hold the values seen."""
+
+    type: str
+    title: str
+    status: int
+    detail: str = Field(description="What failed, the values seen, and what to change; for people.")
+    code: str = Field(description="Stable, for programs.")
+    instance: str = Field(description="Path of the request.")
+    errors: list[dict[str, str]] | None = Field(
+        None, description="Of an invalid request or specification: each field, what is wrong, the value."
+    )
+
+
 class HealthOut(_Wire):
     """The process answers."""
 

@@ -26,6 +26,8 @@ FORM_TIMEOUT_S = 30.0
 """Longest wait for the other ranks of a generation to arrive."""
 
 _ARRIVAL_POLL_S = 0.005
+_ABORT_TAG = 1 << 30
+"""No message of the engine carries it."""
 
 
 class Rendezvous:
@@ -101,8 +103,13 @@ class Rendezvous:
             if self._aborted == generation:
                 return
             self._aborted = generation
-            if self._generation == generation and dist.group.WORLD is not None:
-                dist.group.WORLD.abort()
+            group = dist.group.WORLD
+            if self._generation != generation or group is None:
+                return
+            if self._device.type == "cuda":
+                group.abort()
+            else:
+                _break_pairs(group)
 
     def aborted(self, generation: int) -> bool:
         with self._lock:
@@ -163,3 +170,20 @@ def _connect(address: str, port: int, *, host: bool) -> TCPStore:
     return TCPStore(
         address, port, is_master=host, wait_for_workers=False, timeout=timedelta(seconds=FORM_TIMEOUT_S)
     )
+
+
+def _break_pairs(group: dist.ProcessGroup) -> None:
+    """Close all of this rank's connections of a gloo group, under whoever waits on them.
+
+    gloo's own abort leaves waiting sends and receives alone. But a receive that times out closes every
+    connection of its group, and so one is made to: for a message that nobody ever sends.
+    """
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            work = dist.irecv(torch.empty(1), src=peer, group=group, tag=_ABORT_TAG)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            continue  # the timeout, or a connection that was closed already

@@ -184,9 +184,13 @@ def _member(pipe: Connection) -> None:
             _sum(rank)
             if deed == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if deed == "wait":
+            if deed == "sum":
                 threading.Timer(0.5, rendezvous.abort, [generation]).start()
                 _sum(rank)
+            if deed == "receive":
+                # From a live rank that sends nothing: no broken connection gives the loss away.
+                threading.Timer(0.5, rendezvous.abort, [generation]).start()
+                dist.recv(torch.empty(1), src=1 - rank)
             answer: tuple[Any, ...] = ("sum", _sum(rank), formed_s)
         except Exception as error:
             failure = describe(error, aborted=rendezvous.aborted(generation))
@@ -243,11 +247,12 @@ def test_groups_form_and_form_again_with_other_members_in_live_processes() -> No
         members.end()
 
 
-def test_survivors_of_a_killed_rank_are_aborted_and_meet_again() -> None:
+@pytest.mark.parametrize("deed", ["sum", "receive"])
+def test_survivors_of_a_killed_rank_are_aborted_and_meet_again(deed: str) -> None:
     members = _Members(3)
     try:
         began = time.monotonic()
-        members.tell(1, [0, 1, 2], {0: "wait", 1: "wait", 2: "die"})
+        members.tell(1, [0, 1, 2], {0: deed, 1: deed, 2: "die"})
         faults = {members.answer(member)[1] for member in (0, 1)}
         assert faults <= {Fault.ABORTED, Fault.COLLECTIVE}
         assert time.monotonic() - began < 15, "not at the collective's timeout"

@@ -43,6 +43,13 @@ def spec_of(**changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
+class Controller(JobController):
+    """The real one, and where its process is."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
 class Job:
     """A job's controller, driven as the service drives it."""
 
@@ -54,7 +61,7 @@ class Job:
 
     def start(self, spec: dict[str, Any], *, attempt: int = 1, wanted: int = 2) -> "Job":
         create: Any = (
-            ray.remote(JobController)
+            ray.remote(Controller)
             .options(
                 name=naming.controller_name(self.job_id),
                 namespace=naming.RAY_NAMESPACE,
@@ -133,6 +140,9 @@ class Job:
             started = re.findall(r"worker started.*\bpid=(\d+)", path.read_text())
             found[path.stem] = int(started[-1])
         return found
+
+    def crash_controller(self) -> None:
+        os.kill(ray.get(self.controller.pid.remote(), timeout=10), signal.SIGKILL)
 
     def kill(self) -> None:
         """As the service does when it has read everything."""
@@ -288,7 +298,7 @@ def test_a_killed_controller_goes_on_by_itself_and_its_workers_die_with_it(job: 
     job.command("resize", workers=3)
     job.wait_step(1, world_size=3)
     old, last = job.pids(), len(job.read())
-    _kill_controller()
+    job.crash_controller()
     _wait_for_status(job, "running")
     assert not any(_runs(pid) for pid in old.values())
     recovery = job.wait_event("recovery")["data"]
@@ -299,17 +309,6 @@ def test_a_killed_controller_goes_on_by_itself_and_its_workers_die_with_it(job: 
     job.wait_step(at + 2, generation=recovery["generation"])
     names = {r["worker"] for r in job.reports() if r["generation"] == recovery["generation"]}
     assert not names & set(old), "no name is used twice"
-
-
-def _kill_controller() -> None:
-    """Kill the one controller's process, as a crash would."""
-    controllers = [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if any("JobController" in part for part in process.info["cmdline"] or [])
-    ]
-    assert len(controllers) == 1
-    os.kill(controllers[0], signal.SIGKILL)
 
 
 def _wait_for_status(job: Job, phase: str) -> None:
@@ -339,7 +338,7 @@ def test_cancel_leaves_nothing_behind(job: Job, ray_cluster: int) -> None:
     job.read()
     assert "cancelled" in job.events("command")[-1]["data"]["refused"]
     # A controller that is restarted after the end leaves it at that.
-    _kill_controller()
+    job.crash_controller()
     _wait_for_status(job, "cancelled")
     assert job.status()["world_size"] == 0
     last = len(job.entries)

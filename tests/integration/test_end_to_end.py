@@ -95,6 +95,11 @@ class Service:
         self.process.terminate()
         return self.process.wait(60)
 
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A command of the command line."""
+        command = [sys.executable, "-m", "api.cli", "--data-dir", str(self.data_dir), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
     def client(self) -> Client:
         return connect(Settings(data_dir=self.data_dir))
 
@@ -105,7 +110,8 @@ class Service:
     def _answers(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, self.log
-        if server_file.read(self.data_dir) is None:
+        record = server_file.read(self.data_dir)
+        if record is None or not record.alive:
             return False
         with self.client() as client:
             return client.ready().ok
@@ -121,7 +127,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         service.start()
         yield service
         # With no job alive the service takes its Ray down with it.
-        assert service.end() == 0
+        ended = service.run("down")
+        assert ended.returncode == 0, ended.stderr
+        assert service.process is not None
+        assert service.process.wait(10) == 0
         assert "the local Ray has been stopped" in service.log
         assert server_file.read(data_dir) is None
         assert not (data_dir / "ray.json").exists()
@@ -319,7 +328,12 @@ def test_the_service_killed_and_started_again_loses_and_doubles_nothing(
         found = again.job(job_id)
         assert (found.state, found.attempt) == ("running", 1)
         _until(lambda: again.job(job_id).step > at_kill)
-        gate.touch()
+    # In good order it is ended too while the job runs: its Ray stays, and says so.
+    assert service.end() == 0
+    assert f"1 jobs run on ({job_id})" in service.log
+    assert LocalRay(service.data_dir).running
+    service.start()
+    gate.touch()
     follower.join(120)
     assert not follower.is_alive()
     _assert_whole(told)

@@ -147,6 +147,12 @@ def test_every_route_is_in_the_openapi_document_with_its_answer(shared: Running)
     routes = fastapi.routing.iter_route_contexts(shared.app.routes)
     served = {route.path for route in routes if route.path.startswith("/v1/")} - {"/v1/openapi.json"}
     assert served == {path for path in document["paths"] if path.startswith("/v1/")}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            # What a problem looks like, instead of FastAPI's own validation error.
+            assert ("4XX" in operation["responses"]) == path.startswith("/v1/")
+            assert "422" not in operation["responses"]
+            assert bool(operation.get("security")) == path.startswith("/v1/")
     spec = document["components"]["schemas"]["JobSpec"]
     assert spec["additionalProperties"] is False
     assert spec["properties"]["global_batch"]["description"]

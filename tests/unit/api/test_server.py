@@ -26,7 +26,7 @@ def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_an_address_that_is_not_ours(tmp_path: Path) -> None:
-    with pytest.raises(ServeError, match="cannot listen on 192.0.2.1"):
+    with pytest.raises(ServeError, match=r"cannot listen on 192\.0\.2\.1"):
         serve(Settings(data_dir=tmp_path, host="192.0.2.1", port=0), announce=said.append)
 
 
