@@ -334,15 +334,24 @@ class ZeroEngine:
                 f"but backward was called {self._round} times"
             )
         for index in range(self._round, budget.rounds(self._total, self.world_size)):
-            began = time.perf_counter()
-            self._recording, self._round = True, index
-            for unit, kind in self._trace:
-                if kind == "reduce":
-                    self._reducer.serve(unit)
-                else:
-                    self._gatherer.serve(unit, kind, self._active())
-            self._recording = False
-            self.collectives.ledger.seconds["idle"] += time.perf_counter() - began
+            self._round = index
+            self._serve_round()
+
+    def _serve_round(self) -> None:
+        """Take part in a round's collectives without a micro-batch; all of its time counts as idle."""
+        seconds = self.collectives.ledger.seconds
+        working = dict(seconds)
+        began = time.perf_counter()
+        self._recording = True
+        for unit, kind in self._trace:
+            if kind == "reduce":
+                self._reducer.serve(unit)
+            else:
+                self._gatherer.serve(unit, kind, self._active())
+        self._recording = False
+        for phase in ("reduce", "gather"):
+            seconds[phase] = working.get(phase, 0.0)
+        seconds["idle"] += time.perf_counter() - began
 
     def _round_gradients(self) -> None:
         """The step's gradient is its fp32 sum rounded once to the compute dtype, at every stage."""
