@@ -6,15 +6,14 @@ is ours is ended with the service if no job lives on it; otherwise it is left ru
 
 import errno
 import fcntl
+import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-import structlog
 import uvicorn
 
 from api import server_file
@@ -29,6 +28,7 @@ from service.ray_cluster import RayCluster
 from service.settings import Settings
 from service.store import Store
 
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _BACKLOG = 128
 _DRAIN_TIMEOUT_S = 5
 """How long open requests may take to end; streams are told at once."""
@@ -43,8 +43,8 @@ def serve(settings: Settings, *, announce: Callable[[str], None]) -> None:
 
     Raises ServeError where the folder or the port is taken, and what token, store and local Ray raise.
     """
-    # The log goes to stderr: stdout is for what is announced.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    # To stderr: stdout is for what is announced.
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     with suppress(_Ended), _ending_signals():
         settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _only_one(settings.data_dir), _bound(settings.host, settings.port) as listener:
@@ -62,6 +62,7 @@ def _serve_on(listener: socket.socket, settings: Settings, announce: Callable[[s
             announce(f"serving at {url}, dashboard at {url}/dashboard; the token is in {settings.token_file}")
             config = uvicorn.Config(
                 app,
+                log_config=None,
                 log_level="warning",
                 access_log=False,
                 proxy_headers=False,

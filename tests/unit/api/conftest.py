@@ -1,19 +1,9 @@
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 
 from tests.unit.api.running import Running, running
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """The service's log lines stay out of what the command line prints in the same process."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(io.StringIO()))
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture
