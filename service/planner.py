@@ -10,10 +10,10 @@ from service.cluster import ClusterView
 from service.errors import ImpossibleResize
 from service.jobs import check_workers
 from service.scheduler import Room, describe, total_room
+from workers.engine_config import engine_config
 from workers.model_shapes import gpt_activation_bytes, gpt_parameters, gpt_unit_of
 from workers.spec import GPTModel, JobSpec, Resources
 from zero_core.budget import Budget, predict
-from zero_core.config import ZeroConfig
 from zero_core.layout import Layout, build_layout
 
 PROCESS_BYTES = 300 << 20
@@ -91,20 +91,13 @@ def _layout(spec: JobSpec, workers: int) -> Layout | None:
 
 def _budget(spec: JobSpec, layout: Layout) -> Budget:
     assert isinstance(spec.model, GPTModel)
-    config = ZeroConfig(
-        stage=spec.zero.stage,
-        precision=spec.precision.value,
-        micro_batches=spec.micro_batches,
-        tile=spec.zero.tile,
-        staging_bytes=spec.zero.staging_bytes,
-    )
     activations = gpt_activation_bytes(
         spec.model,
         sequence_length=spec.sequence_length,
         micro_batch=spec.micro_batch,
         precision=spec.precision,
     )
-    return predict(layout, config, 0, activation_bytes=activations)
+    return predict(layout, engine_config(spec), 0, activation_bytes=activations)
 
 
 def _host_bytes(resources: Resources, budget: Budget | None) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from workers.data import Batches, check_resume
+from workers.engine_config import engine_config
 from workers.errors import DivergedError, ModelError
 from workers.model_shapes import gpt_activation_bytes
 from workers.order import mix
@@ -25,7 +26,6 @@ from workers.reports import MemoryUse
 from workers.schedule import learning_rate
 from workers.spec import GPTModel, JobSpec
 from zero_core import checkpoint, manifest
-from zero_core.config import AdamWConfig, ZeroConfig
 from zero_core.engine import StepReport, ZeroEngine
 
 Sink = Callable[[dict[str, Any]], None]
@@ -67,19 +67,7 @@ class Place:
 
 def make_engine(spec: JobSpec, model: nn.Module, device: torch.device) -> ZeroEngine:
     """The ZeRO engine as the job wants it, over torch.distributed's default group."""
-    optimizer = spec.optimizer
-    config = ZeroConfig(
-        stage=spec.zero.stage,
-        precision=spec.precision.value,
-        micro_batches=spec.micro_batches,
-        optimizer=AdamWConfig(
-            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
-        ),
-        clip_norm=optimizer.clip_norm,
-        tile=spec.zero.tile,
-        staging_bytes=spec.zero.staging_bytes,
-    )
-    return ZeroEngine(model, config, device=device)
+    return ZeroEngine(model, engine_config(spec), device=device)
 
 
 def resume(engine: ZeroEngine, batches: Batches, path: Path) -> None:

@@ -121,6 +121,11 @@ class Zero(_Section):
     staging_bytes: PositiveInt = Field(
         8 << 20, description="Size of the constant communication buffer, in bytes."
     )
+    reproducible: bool = Field(
+        False,
+        description="Whether the same bits come out for every number of workers; costs log2 of the number of "
+        "micro-batches in fp32 accumulators of the owned gradients. CPU only so far.",
+    )
 
 
 class Workers(_Section):

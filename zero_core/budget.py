@@ -70,7 +70,9 @@ def predict(layout: Layout, config: ZeroConfig, rank: int, *, activation_bytes: 
         if config.stage <= 1:
             gradients += unit.numel * item
             padding += tail * item
-        if config.stage >= 2 or accumulates:
+        if config.reproducible:
+            gradients += owned * 4 * (config.micro_batches or layout.world_size).bit_length()
+        elif config.stage >= 2 or accumulates:
             gradients += owned * (4 if accumulates else item)
         optimizer += (unit.numel if config.stage == 0 else owned) * optimizer_bytes(config.precision)
     return Budget(parameters, gradients, optimizer, _communication(layout, config), activation_bytes, padding)

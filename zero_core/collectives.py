@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zero_core.errors import ConfigError
-
-# The owner sums a received piece in runs of this many elements, which stay in the cache.
-_SUM_RUN = 1 << 16
+from zero_core.summation import GradientSum
 
 # torch 2.13 renamed these; the old names are deprecated there, the new ones absent before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,26 +69,24 @@ class Collectives:
         full: torch.Tensor,
         chunk: int,
         numel: int,
-        out: torch.Tensor,
+        total: GradientSum,
         *,
-        add: bool,
         active: int,
         tag: int,
     ) -> None:
-        """Sum the first `active` ranks' `full` tensors; each owner puts its part into `out`.
+        """Bring the first `active` ranks' `full` tensors to their owners; each adds its part up in `total`.
 
         full: [world_size * chunk] or longer, compute dtype; elements from `numel` on are padding.
-        out: [owned elements], fp32 or compute dtype; the fp32 sum is added to it or replaces it.
         A rank at or beyond `active` contributes nothing, whatever its `full` holds. `tag` tells the pieces
         of different units apart, so that ranks out of step wait (and time out) instead of mixing them.
         """
-        if out.numel() != self._owned(chunk, numel, self.rank):
-            raise AssertionError("out must have exactly the owned elements")
+        assert total.owned.numel() == self._owned(chunk, numel, self.rank), "exactly the owned elements"
         with self.ledger.timed("reduce"):
             if self.native:
-                self._reduce_native(full, chunk, out, add=add, active=active)
+                self._reduce_native(full, chunk, total, active=active)
             else:
-                self._reduce_by_exchange(full, chunk, numel, out, add=add, active=active, tag=tag)
+                self._reduce_by_exchange(full, chunk, numel, total, active=active, tag=tag)
+            total.end_exchange(active)
 
     def gather_from_owners(
         self, full: torch.Tensor, chunk: int, numel: int, *, kind: str, tag: int, active: int | None = None
@@ -148,9 +144,7 @@ class Collectives:
         """Wait until every rank has come here."""
         self.sum_in_rank_order((0.0,))
 
-    def _reduce_native(
-        self, full: torch.Tensor, chunk: int, out: torch.Tensor, *, add: bool, active: int
-    ) -> None:
+    def _reduce_native(self, full: torch.Tensor, chunk: int, total: GradientSum, *, active: int) -> None:
         full = full[: self.world_size * chunk]
         if self.rank >= active:
             full.zero_()
@@ -160,21 +154,20 @@ class Collectives:
         else:
             _reduce_scatter(part, full, group=self.group)
             self.ledger.sent["reduce"] += (self.world_size - 1) * chunk * full.element_size()
-        summed = part[: out.numel()]
-        out.add_(summed) if add else out.copy_(summed)
+        if total.owned.numel():
+            total.absorb(0, [part[: total.owned.numel()]])
 
     def _reduce_by_exchange(
         self,
         full: torch.Tensor,
         chunk: int,
         numel: int,
-        out: torch.Tensor,
+        total: GradientSum,
         *,
-        add: bool,
         active: int,
         tag: int,
     ) -> None:
-        """In pieces that fit the staging buffer: send others their part, receive mine, sum in rank order."""
+        """In pieces that fit the staging buffer: send others their part, receive mine, add it up."""
         senders = [peer for peer in self._peers() if peer < active]
         item = full.element_size()
         piece = max(1, self.staging.numel() // (max(1, self.world_size - 1) * item))
@@ -196,8 +189,7 @@ class Collectives:
                         works.append(self._send(theirs, peer, "reduce", tag))
             _wait(works)
             if own.numel():
-                ordered = [incoming[rank] for rank in sorted(incoming)]
-                _sum_into(out[offset : offset + own.numel()], ordered, add=add)
+                total.absorb(offset, [incoming[rank] for rank in sorted(incoming)])
 
     def _send(self, tensor: torch.Tensor, peer: int, kind: str, tag: int) -> dist.Work | None:
         self.ledger.sent[kind] += tensor.numel() * tensor.element_size()
@@ -220,13 +212,3 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         assert work is not None, "this rank belongs to its own group"
         work.wait()
-
-
-def _sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
-    """out (+)= parts[0] + parts[1] + ..., summed in fp32 in that order."""
-    for start in range(0, out.numel(), _SUM_RUN):
-        run = slice(start, start + _SUM_RUN)
-        total = parts[0][run].float() if parts[0].dtype != torch.float32 else parts[0][run].clone()
-        for part in parts[1:]:
-            total += part[run]
-        out[run].add_(total) if add else out[run].copy_(total)

@@ -48,6 +48,8 @@ class ZeroConfig:
     tile            elements of the smallest piece of a unit that can change owner; a multiple of 64
     staging_bytes   size of the one communication buffer; it does not grow with the model
     broadcast_initial  start all ranks from rank 0's parameters
+    reproducible    add micro-batches in one fixed tree, and norm and loss exactly, so that the same bits come
+                    out for every number of ranks; costs log2(M) fp32 accumulators of the owned gradients
     """
 
     stage: Stage = 2
@@ -58,6 +60,7 @@ class ZeroConfig:
     tile: int = 256
     staging_bytes: int = 8 << 20
     broadcast_initial: bool = True
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):

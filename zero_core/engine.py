@@ -29,8 +29,9 @@ from zero_core.errors import ConfigError, NonFiniteError, UsageError
 from zero_core.gathering import Gatherer
 from zero_core.layout import Layout
 from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, occupied_bytes, resident_bytes
-from zero_core.optimizer import FlatAdamW, UnitStates, square_sum
+from zero_core.optimizer import FlatAdamW, UnitStates
 from zero_core.reduction import Reducer
+from zero_core.summation import EXPANSION, collect, exact_square_sum, expand, square_sum
 from zero_core.units import FlatUnit, UnitState, bind_units
 
 
@@ -84,6 +85,8 @@ class ZeroEngine:
         baseline = occupied_bytes(self.device) - _bytes_of(model, self.device)
         self.collectives = Collectives(group, self.device, config.staging_bytes)
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
+        if config.reproducible and self.collectives.native:
+            raise ConfigError("reproducible sums are not built for NCCL yet: use them on CPU (gloo)")
         self._total = config.micro_batches or self.world_size
         if self.world_size > self._total:
             raise ConfigError(
@@ -105,7 +108,8 @@ class ZeroEngine:
             self.collectives,
             self._pool,
             keep_full=config.stage <= 1,
-            accumulates=budget.rounds(self._total, self.world_size) > 1,
+            leaves=self._total,
+            reproducible=config.reproducible,
             active=self._active,
             after_reduce=self._after_reduce,
         )
@@ -115,7 +119,7 @@ class ZeroEngine:
         self._saved = SavedTensors(exclude)
         self._peak = PeakSampler(self.device, baseline)
         self._round = 0
-        self._loss_sum = 0.0
+        self._losses: list[float] = []
         self._trace: list[tuple[FlatUnit, str]] = []
         self._recording = False
         self.collectives.ledger.take()  # what building cost is no step's
@@ -170,7 +174,7 @@ class ZeroEngine:
         finally:
             self._gatherer.in_backward = False
             self._gatherer.release_all()
-        self._loss_sum += float(loss.detach())
+        self._losses.append(float(loss.detach()))
         self._recording = False
         self._round += 1
 
@@ -184,14 +188,12 @@ class ZeroEngine:
         not finite.
         """
         self._serve_idle_rounds()
-        self._round_gradients()
-        local = square_sum([g.owned for g in self._reducer.gradients])
-        totals = self.collectives.sum_in_rank_order((local, self._loss_sum / self._total, *ballot))
+        self._reducer.finish()
+        grad_norm, loss, ballots = self._agree(ballot)
         self._reset_round()
-        grad_norm = math.sqrt(totals[0]) if totals[0] >= 0 else math.nan
         if not math.isfinite(grad_norm):
             raise NonFiniteError(
-                f"gradient norm {grad_norm} after step {self.steps_done} (mean loss {totals[1]}): "
+                f"gradient norm {grad_norm} after step {self.steps_done} (mean loss {loss}): "
                 "parameters are unchanged; lower the learning rate or look at the data of this step"
             )
         clip = self.config.clip_norm
@@ -202,7 +204,7 @@ class ZeroEngine:
             self.optimizer.step(gradients, lr=rate, scale=coefficient)
         self._share_parameters()
         sent, seconds = self.collectives.ledger.take()
-        return StepReport(self.steps_done, totals[1], grad_norm, coefficient, totals[2:], sent, seconds)
+        return StepReport(self.steps_done, loss, grad_norm, coefficient, ballots, sent, seconds)
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -353,11 +355,21 @@ class ZeroEngine:
             seconds[phase] = working.get(phase, 0.0)
         seconds["idle"] += time.perf_counter() - began
 
-    def _round_gradients(self) -> None:
-        """The step's gradient is its fp32 sum rounded once to the compute dtype, at every stage."""
-        for gradient in self._reducer.gradients:
-            if gradient.owned.dtype != gradient.unit.dtype:
-                gradient.owned.copy_(gradient.owned.to(gradient.unit.dtype))
+    def _agree(self, ballot: Sequence[float]) -> tuple[float, float, tuple[float, ...]]:
+        """The step's own small collective: gradient norm, mean loss, ballots, the same bits on all ranks."""
+        owned = [gradient.owned for gradient in self._reducer.gradients]
+        if self.config.reproducible:
+            exact = (*expand(exact_square_sum(owned)), *expand(collect([self._losses])))
+            rows = self.collectives.gather_numbers((*exact, *ballot))
+            squares = collect([row[:EXPANSION] for row in rows])
+            losses = collect([row[EXPANSION : 2 * EXPANSION] for row in rows])
+            norm = math.nan if squares is None else math.sqrt(squares)
+            mean = math.nan if losses is None else float(losses / self._total)
+            votes = [row[2 * EXPANSION :] for row in rows]
+            return norm, mean, tuple(sum(column) for column in zip(*votes, strict=True))
+        mine = (square_sum(owned), math.fsum(self._losses) / self._total, *ballot)
+        total, mean, *ballots = self.collectives.sum_in_rank_order(mine)
+        return math.sqrt(total) if total >= 0 else math.nan, mean, tuple(ballots)
 
     def _held_gradients(self) -> list[torch.Tensor]:
         """One gradient for each unit over the range the optimizer holds; stage 0 gathers them first."""
@@ -384,7 +396,8 @@ class ZeroEngine:
         self.collectives.gather_from_owners(full, unit.chunk, unit.numel, kind="gather", tag=unit.index)
 
     def _reset_round(self) -> None:
-        self._round, self._loss_sum = 0, 0.0
+        self._round = 0
+        self._losses.clear()
         self._reducer.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Any:

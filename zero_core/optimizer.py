@@ -144,16 +144,6 @@ def _same_decay(unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, b
         yield open_run
 
 
-def square_sum(tensors: Sequence[torch.Tensor]) -> float:
-    """Sum of the squares of all elements, accumulated in fp64 from runs that stay in the cache."""
-    total = 0.0
-    for tensor in tensors:
-        for start in range(0, tensor.numel(), _RUN):
-            run = tensor[start : start + _RUN].float()
-            total += torch.dot(run, run).item()
-    return total
-
-
 def _split(start: int, stop: int, run: int) -> Iterator[tuple[int, int]]:
     for a in range(start, stop, run):
         yield a, min(a + run, stop)

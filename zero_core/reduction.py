@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives
 from zero_core.errors import ModelError
+from zero_core.summation import GradientSum, PairwiseTree, RankOrderSum
 from zero_core.units import FlatUnit
 
 
@@ -29,22 +30,26 @@ class UnitGradient:
     kept      [padded] compute dtype: what backward fills in stages 0 and 1; None in 2 and 3
     borrowed  [capacity] compute dtype: what backward fills in stages 2 and 3, and in every stage what comes
               after the unit's turn (a nested backward); lent by the pool until it is reduced
-    owned     [owned] the sum over ranks and micro-batches of this rank's part: fp32 if it accumulates over
-              several rounds, else compute dtype; in stages 0 and 1 without accumulation a view of `kept`
+    total     what this rank's part adds up to over ranks and micro-batches; in stages 0 and 1 without
+              accumulation it lies in `kept`
     """
 
-    __slots__ = ("borrowed", "filled", "kept", "owned", "reduced", "summed", "unit")
+    __slots__ = ("borrowed", "filled", "kept", "reduced", "total", "unit")
+
+    total: GradientSum
 
     def __init__(self, unit: FlatUnit) -> None:
         self.unit = unit
         self.kept: torch.Tensor | None = None
         self.borrowed: torch.Tensor | None = None
-        self.owned = torch.empty(0)
         self.filled = [False] * len(unit.parameters)
         self.reduced = False
         """Whether the unit's turn in the current micro-batch is over."""
-        self.summed = False
-        """Whether `owned` holds something of the current step."""
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """[owned] the step's gradient of this rank's part, once it is complete."""
+        return self.total.owned
 
 
 class Reducer:
@@ -57,14 +62,17 @@ class Reducer:
         pool: BufferPool,
         *,
         keep_full: bool,
-        accumulates: bool,
+        leaves: int,
+        reproducible: bool,
         active: Callable[[], int],
         after_reduce: Callable[[FlatUnit], None],
     ) -> None:
         self._collectives = collectives
         self._pool = pool
         self._keep_full = keep_full
-        self._accumulates = accumulates
+        self._leaves = leaves
+        self._reproducible = reproducible
+        self._accumulates = leaves > collectives.world_size
         self._active = active
         self._after_reduce = after_reduce
         self.gradients = [UnitGradient(unit) for unit in units if unit.unit.trainable]
@@ -98,6 +106,7 @@ class Reducer:
             self._next += 1
         for gradient in self._order:
             if any(gradient.filled):  # a gradient that came after its unit's turn
+                self._refuse_late(gradient)
                 self._reduce(gradient)
 
     def serve(self, unit: FlatUnit) -> None:
@@ -106,10 +115,17 @@ class Reducer:
         gradient.reduced = False
         self._exchange(gradient)
 
+    def finish(self) -> None:
+        """The step's gradient is complete: its fp32 sum, rounded once to the compute dtype at every stage."""
+        for gradient in self.gradients:
+            gradient.total.finish()
+            if gradient.owned.dtype != gradient.unit.dtype:
+                gradient.owned.copy_(gradient.owned.to(gradient.unit.dtype))
+
     def clear(self) -> None:
         """After a step: the next micro-batch starts new sums."""
         for gradient in self.gradients:
-            gradient.summed = False
+            gradient.total.clear()
 
     @property
     def held_bytes(self) -> int:
@@ -119,8 +135,7 @@ class Reducer:
             unit = gradient.unit
             if self._keep_full:
                 total += unit.numel * unit.dtype.itemsize
-            if not self._owned_is_view:
-                total += gradient.owned.numel() * gradient.owned.element_size()
+            total += gradient.total.held_bytes
         return total
 
     @property
@@ -130,20 +145,27 @@ class Reducer:
             return 0
         return sum((g.unit.padded - g.unit.numel) * g.unit.dtype.itemsize for g in self.gradients)
 
-    @property
-    def _owned_is_view(self) -> bool:
-        return self._keep_full and not self._accumulates
-
     def _allocate(self, gradient: UnitGradient) -> None:
         unit, device = gradient.unit, self._collectives.device
         if self._keep_full:
             gradient.kept = torch.zeros(unit.padded, dtype=unit.dtype, device=device)
-        if self._owned_is_view:
-            assert gradient.kept is not None
-            gradient.owned = gradient.kept[unit.start : unit.stop]
+        if self._reproducible:
+            gradient.total = PairwiseTree(unit.owned, leaves=self._leaves, device=device)
+        elif gradient.kept is not None and not self._accumulates:
+            gradient.total = RankOrderSum(gradient.kept[unit.start : unit.stop], counted_elsewhere=True)
         else:
             dtype = torch.float32 if self._accumulates else unit.dtype
-            gradient.owned = torch.zeros(unit.owned, dtype=dtype, device=device)
+            owned = torch.zeros(unit.owned, dtype=dtype, device=device)
+            gradient.total = RankOrderSum(owned, counted_elsewhere=False)
+
+    def _refuse_late(self, gradient: UnitGradient) -> None:
+        if self._reproducible:
+            slots = gradient.unit.unit.slots
+            late = [slot.name for slot, filled in zip(slots, gradient.filled, strict=True) if filled]
+            raise ModelError(
+                f"gradients of {late[:5]} came after their unit had been reduced (a backward in backward): "
+                "a sum in fixed order needs each once; use activation checkpointing with use_reentrant=False"
+            )
 
     def _collector(self, gradient: UnitGradient, position: int) -> Callable[[torch.Tensor], None]:
         slot = gradient.unit.unit.slots[position]
@@ -187,12 +209,10 @@ class Reducer:
             self._filling(gradient),
             unit.chunk,
             unit.numel,
-            gradient.owned,
-            add=gradient.summed,
+            gradient.total,
             active=self._active(),
             tag=unit.index,
         )
-        gradient.summed = True
         self._give_back(gradient)
 
     def _filling(self, gradient: UnitGradient) -> torch.Tensor:

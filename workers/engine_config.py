@@ -1,0 +1,24 @@
+"""What a job's specification means to the engine: one translation for the planner and for the workers.
+
+Loads neither torch nor Ray, so that the planner predicts from the very settings the workers use.
+"""
+
+from workers.spec import JobSpec
+from zero_core.config import AdamWConfig, ZeroConfig
+
+
+def engine_config(spec: JobSpec) -> ZeroConfig:
+    """The engine's settings for the job, whatever its world size."""
+    optimizer = spec.optimizer
+    return ZeroConfig(
+        stage=spec.zero.stage,
+        precision=spec.precision.value,
+        micro_batches=spec.micro_batches,
+        optimizer=AdamWConfig(
+            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
+        ),
+        clip_norm=optimizer.clip_norm,
+        tile=spec.zero.tile,
+        staging_bytes=spec.zero.staging_bytes,
+        reproducible=spec.zero.reproducible,
+    )
