@@ -255,7 +255,7 @@ def test_survivors_of_a_killed_rank_are_aborted_and_meet_again(deed: str) -> Non
         members.tell(1, [0, 1, 2], {0: deed, 1: deed, 2: "die"})
         faults = {members.answer(member)[1] for member in (0, 1)}
         assert faults <= {Fault.ABORTED, Fault.COLLECTIVE}
-        assert time.monotonic() - began < 15, "not at the collective's timeout"
+        assert time.monotonic() - began < 60, "not at the collective's timeout"
         members.tell(2, [0, 1], {})
         assert [members.answer(member)[:2] for member in (0, 1)] == [("sum", 3.0)] * 2
     finally:

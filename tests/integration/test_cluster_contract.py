@@ -47,4 +47,4 @@ class TestRayCluster(ClusterContract):
 
     @pytest.fixture
     def timeout_s(self) -> float:
-        return 60.0
+        return 240.0

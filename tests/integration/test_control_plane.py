@@ -67,26 +67,26 @@ def test_a_job_outlives_the_control_plane_and_recovers_from_the_loss_of_its_clus
 ) -> None:
     with control_plane(settings) as plane:
         job_id = plane.submit(SPEC, who="test").id
-        wait_until(lambda: plane.get(job_id).step > 0, timeout_s=90)
+        wait_until(lambda: plane.get(job_id).step > 0, timeout_s=240)
         seen = plane.get(job_id).step
 
     with control_plane(settings) as plane:
-        wait_until(lambda: plane.get(job_id).step > seen, timeout_s=60)
+        wait_until(lambda: plane.get(job_id).step > seen, timeout_s=240)
         assert plane.get(job_id).attempt == 1
-        wait_until(lambda: plane.checkpoints(job_id), timeout_s=60)
+        wait_until(lambda: plane.checkpoints(job_id), timeout_s=240)
 
         kill_head(settings.data_dir)
-        wait_until(lambda: plane.get(job_id).attempt == 2, timeout_s=90)
+        wait_until(lambda: plane.get(job_id).attempt == 2, timeout_s=240)
         saved = plane.checkpoints(job_id)[-1].step
         assert saved >= 10
-        wait_until(lambda: plane.get(job_id).state is JobState.RUNNING, timeout_s=90)
+        wait_until(lambda: plane.get(job_id).state is JobState.RUNNING, timeout_s=240)
         generation = plane.get(job_id).generation
-        wait_until(lambda: plane.latest_ranks(job_id)[0].generation == generation, timeout_s=60)
+        wait_until(lambda: plane.latest_ranks(job_id)[0].generation == generation, timeout_s=240)
 
         started = time.monotonic()
         plane.cancel(job_id, who="test")
-        wait_until(lambda: plane.get(job_id).state is JobState.CANCELLED, timeout_s=30)
-        assert time.monotonic() - started < 15
+        wait_until(lambda: plane.get(job_id).state is JobState.CANCELLED, timeout_s=240)
+        assert time.monotonic() - started < 60
         assert all(node.cpus_free == node.cpus for node in plane.cluster().alive)
 
         stored, after = [], 0

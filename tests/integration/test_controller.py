@@ -90,7 +90,7 @@ class Job:
         self.entries += new
         return self.entries
 
-    def wait(self, condition: Callable[["Job"], Any], what: str, timeout_s: float = 60) -> Any:
+    def wait(self, condition: Callable[["Job"], Any], what: str, timeout_s: float = 240) -> Any:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.read()
@@ -121,7 +121,7 @@ class Job:
 
         self.wait(reached, f"step {step} (world size {world_size}, generation {generation})")
 
-    def wait_phase(self, phase: str, timeout_s: float = 60) -> dict[str, Any]:
+    def wait_phase(self, phase: str, timeout_s: float = 240) -> dict[str, Any]:
         def found(job: Job) -> dict[str, Any] | None:
             last = job.events("phase")[-1] if job.events("phase") else None
             return last if last and last["data"]["phase"] == phase else None
@@ -129,7 +129,7 @@ class Job:
         event: dict[str, Any] = self.wait(found, f"phase {phase}", timeout_s)
         return event
 
-    def wait_event(self, kind: str, timeout_s: float = 60) -> dict[str, Any]:
+    def wait_event(self, kind: str, timeout_s: float = 240) -> dict[str, Any]:
         event: dict[str, Any] = self.wait(lambda job: job.events(kind), f"event {kind}", timeout_s)[-1]
         return event
 
@@ -159,7 +159,7 @@ def job(ray_cluster: int, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
     _wait_for_cpus(ray_cluster)
 
 
-def _wait_for_cpus(count: float, timeout_s: float = 20) -> None:
+def _wait_for_cpus(count: float, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while (free := ray.available_resources().get("CPU", 0)) < count:
         assert time.monotonic() < deadline, f"only {free} of {count} CPUs are free"
@@ -206,7 +206,7 @@ def test_two_four_three_workers_lose_no_step_and_change_no_number(job: Job, tmp_
     assert (first["old_workers"], first["new_workers"], first["who"]) == (2, 4, "tester")
     assert (second["old_workers"], second["new_workers"]) == (4, 3)
     assert first["steps_lost"] == second["steps_lost"] == 0
-    assert 0 < first["pause_s"] < 10
+    assert 0 < first["pause_s"] < 60
     assert set(first["seconds"]) == {"stop", "form", "load", "start"}
     # Survivors kept their processes.
     after = job.pids()
@@ -235,7 +235,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(job: Job) -> 
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     recovery = job.wait_event("recovery")["data"]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
     lost = job.wait_event("worker_lost")["data"]
     assert (lost["rank"], lost["worker"]) == (1, "w1")
     assert "w1" in recovery["cause"]
@@ -255,7 +255,7 @@ def test_a_worker_that_hangs_is_replaced(job: Job) -> None:
     job.wait_step(6)
     victim = job.pids()["w1"]
     os.kill(victim, signal.SIGSTOP)
-    recovery = job.wait_event("recovery", timeout_s=90)["data"]
+    recovery = job.wait_event("recovery", timeout_s=240)["data"]
     assert recovery["new_workers"] == 2
     lost = [e["data"] for e in job.events("worker_lost")]
     assert [e["worker"] for e in lost] == [None, "w1"]
@@ -329,11 +329,11 @@ def test_cancel_leaves_nothing_behind(job: Job, ray_cluster: int) -> None:
     began = time.monotonic()
     job.command("cancel")
     event = job.wait_phase("cancelled")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert event["data"]["reason"] == "cancelled by tester"
     assert not any(_runs(pid) for pid in job.pids().values()), "gone before `cancelled` is shown"
     assert event["data"]["workers"] == 0
-    _wait_for_cpus(ray_cluster, timeout_s=2)
+    _wait_for_cpus(ray_cluster, timeout_s=20)
     job.command("resize", workers=3)
     job.read()
     assert "cancelled" in job.events("command")[-1]["data"]["refused"]
@@ -355,7 +355,7 @@ def test_cancel_is_answered_at_once_while_waiting_for_room(job: Job) -> None:
     began = time.monotonic()
     job.command("cancel")
     job.wait_phase("cancelled")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
 
 
 def test_a_job_starts_with_fewer_workers_and_says_so(job: Job) -> None:
@@ -415,7 +415,7 @@ def test_pause_gives_everything_back_and_another_attempt_goes_on(job: Job, ray_c
     at = max(r["step"] for r in job.reports())
     last = job.events("checkpoint")[-1]["data"]
     assert (last["step"], last["reason"]) == (at, "pause")
-    _wait_for_cpus(ray_cluster, timeout_s=2)
+    _wait_for_cpus(ray_cluster, timeout_s=20)
     job.kill()
     _wait_until_free(job)
     job.start(spec, attempt=2, wanted=3)

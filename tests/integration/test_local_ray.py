@@ -59,7 +59,7 @@ def test_a_head_is_started_found_again_by_another_process_and_ended_exactly(
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=240,
         )
         assert found.stdout.strip() == address
 
@@ -97,7 +97,7 @@ def test_a_head_that_was_killed_is_cleared_away_and_replaced(tmp_path: Path) -> 
                 return False
             return bool(cluster.view().alive)
 
-        wait_until(connected, timeout_s=60)
+        wait_until(connected, timeout_s=240)
         assert living(processes) == []
         assert tree(tmp_path)[0].pid != processes[0].pid
     finally:
@@ -110,7 +110,7 @@ def test_a_service_whose_driver_process_dies_connects_again(tmp_path: Path) -> N
     assert cluster.local is not None
     try:
         cluster.connect()
-        children = psutil.Process().children()
+        children = living(psutil.Process().children())
         (driver,) = [p for p in children if "service.ray_driver" in p.cmdline()]
         driver.kill()
         wait_until(lambda: not cluster._driver or not cluster._driver.alive)
