@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -143,7 +143,7 @@ def down(
         typer.echo(f"no service runs on the data folder {settings.data_dir}")
     local = LocalRay(settings.data_dir)
     if local.running and not force:
-        raise UserMistake("jobs run on, and the local Ray with them; 'elastic-zero down --force' ends them")
+        _refuse_if_live(settings)
     if local.stop():
         typer.echo("the local Ray has been stopped")
 
@@ -293,6 +293,21 @@ def demo() -> None:
 def _of(context: typer.Context) -> Options:
     given: Options = context.obj
     return given
+
+
+def _refuse_if_live(settings: Settings) -> None:
+    """Raise UserMistake if jobs live on the local Ray, as the database tells."""
+    from api.server import named
+    from service.jobs import LIVE
+    from service.store import Store
+
+    with closing(Store(settings.store_url)) as store:
+        live = store.in_states(LIVE)
+    if live:
+        raise UserMistake(
+            f"jobs live on the local Ray ({named(live)}), so it is left running; "
+            "'elastic-zero down --force' ends it; they go on from their last checkpoints at the next serve"
+        )
 
 
 def _end(record: ServerRecord) -> None:

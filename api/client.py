@@ -249,7 +249,8 @@ class Client:
                     raise _refusal(response)
                 for name, data, entry_id in _server_sent(response.iter_lines()):
                     after = entry_id or after
-                    yield Streamed(_STREAMED[name].model_validate_json(data), after)
+                    if name in _STREAMED:  # a newer service may tell of more
+                        yield Streamed(_STREAMED[name].model_validate_json(data), after)
         except httpx.TransportError as error:
             raise Unreachable(f"the stream from {self.url} broke off: {error!r}") from error
 

@@ -9,7 +9,7 @@ import fcntl
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from api.auth import Auth
 from api.token_file import ensure_token
 from service.control_plane import ControlPlane
 from service.errors import ClusterUnavailable
-from service.jobs import LIVE
+from service.jobs import LIVE, Job
 from service.local_ray import LocalRay
 from service.ray_cluster import RayCluster
 from service.settings import Settings
@@ -91,14 +91,19 @@ def _connect(cluster: RayCluster, announce: Callable[[str], None]) -> None:
 def _leave(local: LocalRay, store: Store, announce: Callable[[str], None]) -> None:
     """End our Ray unless jobs live on it."""
     live = store.in_states(LIVE)
-    if live:
-        names = ", ".join(job.id for job in live[:5]) + (", ..." if len(live) > 5 else "")
+    if live and local.running:
         announce(
-            f"{len(live)} jobs run on ({names}) and the local Ray with them; "
-            "'elastic-zero serve' finds them again, 'elastic-zero down --force' ends them"
+            f"the local Ray is left running, for jobs live on it ({named(live)}); "
+            "'elastic-zero serve' finds them again; 'elastic-zero down --force' ends Ray, "
+            "and they go on from their last checkpoints when it is served again"
         )
     elif local.stop():
         announce("the local Ray has been stopped; no job needs it")
+
+
+def named(jobs: Sequence[Job]) -> str:
+    """The first few ids."""
+    return ", ".join(job.id for job in jobs[:5]) + (", ..." if len(jobs) > 5 else "")
 
 
 class _Ended(BaseException):

@@ -135,7 +135,8 @@ def start_job(job_id: str, spec: dict[str, Any], storage: str, attempt: int, wan
         max_restarts=-1,
         max_concurrency=CONTROLLER_THREADS,
     ).remote(job_id, spec, storage, attempt, wanted)
-    _get(controller.start.remote(), timeout_s=_CREATION_TIMEOUT_S)
+    # It begins by itself, also where nobody is left to hear this answer.
+    _get(controller.status.remote(), timeout_s=_CREATION_TIMEOUT_S)
 
 
 def command(job_id: str, command: dict[str, Any]) -> None:

@@ -40,7 +40,9 @@ class JobController:
         *,
         limits: Limits | None = None,
     ) -> None:
-        """Take up the job's log. A new attempt waits for `start`; one that was under way goes on at once.
+        """Take up the job's log and begin the attempt, or go on with one that was under way.
+
+        Whoever created the actor may be gone by now, so nothing more is needed from it.
 
         wanted: the number of workers at the start of the attempt; after a restart the log knows better.
         limits: how long is waited for what; None: the usual.
@@ -78,17 +80,8 @@ class JobController:
             checkpoints=folder.checkpoints,
             limits=limits,
         )
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        if taken_up:
-            self.start()
-
-    def start(self) -> None:
-        """Begin the attempt; nothing happens if it has begun, or is over."""
-        with self._lock:
-            if self._thread is None and self._final is None:
-                self._thread = threading.Thread(target=self._conduct, name="conductor", daemon=True)
-                self._thread.start()
+        if self._final is None:
+            threading.Thread(target=self._conduct, name="conductor", daemon=True).start()
 
     def read(self, after: int, limit: int = 1000) -> list[dict[str, Any]]:
         """The log's entries numbered above `after`, oldest first, at most `limit`; JSON-ready."""

@@ -25,7 +25,7 @@ class GPTModel(_Section):
     """The built-in decoder-only transformer, by its sizes."""
 
     kind: Literal["gpt"] = "gpt"
-    layers: PositiveInt = Field(4, description="Number of transformer blocks.")
+    layers: int = Field(4, ge=1, le=10_000, description="Number of transformer blocks.")
     hidden: PositiveInt = Field(128, description="Width of the residual stream; a multiple of `heads`.")
     heads: PositiveInt = Field(4, description="Attention heads per block.")
     vocabulary: PositiveInt = Field(256, description="Number of token ids; 256 for text read as bytes.")

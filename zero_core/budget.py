@@ -99,9 +99,9 @@ def _in_flight(layout: Layout, precision: str, *, frozen: bool) -> int:
     Buffers come in one size for each kind of unit, and any free one of the right size serves.
     """
     by_size: dict[tuple[int, int], Counter[str]] = {}
-    for index, unit in enumerate(layout.units):
+    for unit, capacity in zip(layout.units, layout.capacities(), strict=True):
         if unit.trainable or frozen:
-            size = layout.capacity(index), item_bytes(unit.dtype, precision)
+            size = capacity, item_bytes(unit.dtype, precision)
             by_size.setdefault(size, Counter())[unit.name] += 1
     total = 0
     for (capacity, item), modules in by_size.items():

@@ -118,10 +118,11 @@ class ZeroEngine:
         exclude = {u.full.untyped_storage().data_ptr() for u in self.units if u.full is not None}
         self._saved = SavedTensors(exclude)
         self._peak = PeakSampler(self.device, baseline)
-        self._round = 0
+        self._round = self._computed = 0
         self._losses: list[float] = []
         self._trace: list[tuple[FlatUnit, str]] = []
-        self._recording = False
+        self._trace_ended = True
+        self._evaluating = False
         self.collectives.ledger.take()  # what building cost is no step's
 
     # -- what a training loop calls ---------------------------------------------------------------
@@ -138,27 +139,33 @@ class ZeroEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Floating tensors among the arguments are cast to the compute dtype."""
         training = torch.is_grad_enabled()
-        if training and self._round >= len(self.micro_batches):
+        if training and self._computed >= len(self.micro_batches):
             raise UsageError(
                 f"rank {self.rank} has computed its {len(self.micro_batches)} micro-batches of this step: "
                 "call step() next (evaluate under torch.no_grad())"
             )
-        self._recording = training
-        if training:
+        if training and self._trace_ended:
             self._trace.clear()
             self._saved.begin()
+            self._trace_ended = False
+        self._evaluating = not training
         try:
             with self._timed("forward"), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return self.module(*self._cast(args), **self._cast(kwargs))
         except BaseException:
             self._gatherer.release_all()
             raise
+        finally:
+            self._evaluating = False
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate this micro-batch's mean loss, a scalar; its share of the step's mean is 1/M."""
+        """Back-propagate this micro-batch's mean loss, a scalar; its share of the step's mean is 1/M.
+
+        After this rank's last one of the step it also takes part in the rounds that only others compute.
+        """
         if loss.numel() != 1:
             raise UsageError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}")
-        if self._round >= len(self.micro_batches):
+        if self._computed >= len(self.micro_batches):
             raise UsageError(
                 f"rank {self.rank} has {len(self.micro_batches)} micro-batches in this step "
                 f"(M {self._total}, N {self.world_size}), and backward was called once more"
@@ -175,11 +182,14 @@ class ZeroEngine:
             self._gatherer.in_backward = False
             self._gatherer.release_all()
         self._losses.append(float(loss.detach()))
-        self._recording = False
+        self._trace_ended = True
         self._round += 1
+        self._computed += 1
+        if self._computed == len(self.micro_batches):
+            self._serve_idle_rounds()
 
     def step(self, *, lr: float | None = None, ballot: Sequence[float] = ()) -> StepReport:
-        """Finish the step: join the rounds this rank has no micro-batch in, clip, update, gather.
+        """Finish the step: clip, update, gather.
 
         lr      learning rate of this update, default the configured one
         ballot  a few numbers that are summed over ranks in the step's own small collective
@@ -187,7 +197,11 @@ class ZeroEngine:
         Raises NonFiniteError, on every rank and before anything is updated, where the gradient norm is
         not finite.
         """
-        self._serve_idle_rounds()
+        if self._computed != len(self.micro_batches):
+            raise UsageError(
+                f"rank {self.rank} has {len(self.micro_batches)} micro-batches in this step, "
+                f"but backward was called {self._computed} times"
+            )
         self._reducer.finish()
         grad_norm, loss, ballots = self._agree(ballot)
         self._reset_round()
@@ -316,12 +330,12 @@ class ZeroEngine:
 
     def _active(self) -> int:
         """How many ranks, the first ones, have a micro-batch of their own in the current round."""
-        if not (self._recording or self._gatherer.in_backward):
-            return self.world_size  # an evaluation: everybody takes part
+        if self._evaluating:
+            return self.world_size  # everybody takes part
         return min(self.world_size, self._total - self._round * self.world_size)
 
     def _record(self, unit: FlatUnit, kind: str) -> None:
-        if self._recording:
+        if not self._evaluating:
             self._trace.append((unit, kind))
 
     def _after_reduce(self, unit: FlatUnit) -> None:
@@ -330,27 +344,21 @@ class ZeroEngine:
             self._gatherer.release(unit)
 
     def _serve_idle_rounds(self) -> None:
-        if self._round != len(self.micro_batches):
-            raise UsageError(
-                f"rank {self.rank} has {len(self.micro_batches)} micro-batches in this step, "
-                f"but backward was called {self._round} times"
-            )
-        for index in range(self._round, budget.rounds(self._total, self.world_size)):
-            self._round = index
+        """After its last micro-batch a rank joins the rounds it has no share in, before anything else."""
+        while self._round < budget.rounds(self._total, self.world_size):
             self._serve_round()
+            self._round += 1
 
     def _serve_round(self) -> None:
         """Take part in a round's collectives without a micro-batch; all of its time counts as idle."""
         seconds = self.collectives.ledger.seconds
         working = dict(seconds)
         began = time.perf_counter()
-        self._recording = True
         for unit, kind in self._trace:
             if kind == "reduce":
                 self._reducer.serve(unit)
             else:
                 self._gatherer.serve(unit, kind, self._active())
-        self._recording = False
         for phase in ("reduce", "gather"):
             seconds[phase] = working.get(phase, 0.0)
         seconds["idle"] += time.perf_counter() - began
@@ -396,7 +404,7 @@ class ZeroEngine:
         self.collectives.gather_from_owners(full, unit.chunk, unit.numel, kind="gather", tag=unit.index)
 
     def _reset_round(self) -> None:
-        self._round = 0
+        self._round = self._computed = 0
         self._losses.clear()
         self._reducer.clear()
 

@@ -113,13 +113,15 @@ class Layout:
         """Elements of a buffer that holds the whole unit as N equal chunks."""
         return self.chunk(unit) * self.world_size
 
-    def capacity(self, unit: int) -> int:
-        """Elements of the buffer a whole unit is lent: one size for all units of its kind.
+    def capacities(self) -> list[int]:
+        """Elements of the buffer each unit is lent while it is whole: one size for all units of a kind.
 
         The root unit is in flight together with others, so it has a kind of its own.
         """
-        kind = self.units[unit].kind
-        return max(self.padded(index) for index, other in enumerate(self.units) if other.kind == kind)
+        largest: dict[tuple[bool, bool, str], int] = {}
+        for index, unit in enumerate(self.units):
+            largest[unit.kind] = max(largest.get(unit.kind, 0), self.padded(index))
+        return [largest[unit.kind] for unit in self.units]
 
     def owned(self, unit: int, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the unit that `rank` owns; start == stop where it owns none."""

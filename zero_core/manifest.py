@@ -127,8 +127,8 @@ def scan(root: Path) -> list[CheckpointInfo]:
             continue
         try:
             manifest = read(folder)
-        except CheckpointError:
-            continue  # damaged: not one that could be loaded
+        except (CheckpointError, OSError):
+            continue  # damaged, or being deleted: not one that could be loaded
         info = CheckpointInfo(
             step=manifest.step,
             generation=manifest.generation,

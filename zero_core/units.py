@@ -115,7 +115,7 @@ def bind_units(
         world_size=world_size,
     )
     units = []
-    for index, unit in enumerate(layout.units):
+    for index, (unit, capacity) in enumerate(zip(layout.units, layout.capacities(), strict=True)):
         start, stop = layout.owned(index, rank)
         units.append(
             FlatUnit(
@@ -128,7 +128,7 @@ def bind_units(
                 stop=stop,
                 chunk=layout.chunk(index),
                 padded=layout.padded(index),
-                capacity=layout.capacity(index),
+                capacity=capacity,
             )
         )
     return layout, units

@@ -130,7 +130,7 @@ def misuse(rank: int, world: int) -> list[str]:
         engine.backward(engine(*batch(0, index)))
     refused(lambda: engine(*batch(0, 0)))
     refused(lambda: engine.backward(torch.zeros(1)))
-    with torch.no_grad():  # an evaluation between backward and step changes nothing (faults: E13)
+    with torch.no_grad():  # an evaluation between backward and step changes nothing (DeepSpeed issue 3599)
         engine(*batch(0, 0))
     assert engine.step().step == 1
     return messages
@@ -141,6 +141,31 @@ def test_misuse_is_a_clear_error_and_the_engine_goes_on() -> None:
     assert "has 2 micro-batches in this step, but backward was called 0 times" in first[0]
     assert "has 1 micro-batches" in second[0]
     assert "scalar loss" in first[1]
+
+
+def evaluate_anywhere(rank: int, world: int, stage: int, evaluating: bool) -> list[float]:
+    """M = 3 on two ranks, so that one is idle in the last round; evaluations at every place of a step."""
+    config = ZeroConfig(stage=stage, micro_batches=3, tile=64, optimizer=AdamWConfig(lr=1e-2))
+    engine, losses = ZeroEngine(build(), config), []
+    for step in range(3):
+        for index in engine.micro_batches:
+            loss = engine(*batch(step, index))
+            if evaluating and index < world:  # a round that every rank computes
+                with torch.no_grad():
+                    engine(*batch(99, 0))
+            engine.backward(loss)
+        if evaluating:
+            with torch.no_grad():
+                engine(*batch(99, 1))
+        losses.append(engine.step().loss)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_evaluation_anywhere_in_a_step_changes_nothing(stage: int) -> None:
+    plain = run_ranks(2, evaluate_anywhere, stage, False)
+    assert run_ranks(2, evaluate_anywhere, stage, True) == plain
+    assert len(set(plain[0])) == 3
 
 
 def too_many_ranks(rank: int, world: int) -> None:
@@ -170,7 +195,7 @@ def test_a_non_finite_gradient_is_an_error_on_every_rank() -> None:
 
 
 def checkpointed(rank: int, world: int, stage: int) -> tuple[list[float], list[float]]:
-    """Activation checkpointing, a block used twice, and a frozen block (faults: E15, E16)."""
+    """Activation checkpointing, a block used twice, and a frozen block (DeepSpeed issues 8130, 2103)."""
 
     def losses(recompute: bool) -> list[float]:
         model = build()

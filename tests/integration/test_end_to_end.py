@@ -23,18 +23,21 @@ import psutil
 import pytest
 
 from api import server_file
-from api.client import Client
+from api.client import Client, Refused
 from api.connection import connect
 from api.schemas import EventOut, JobOut, ReportOut
 from service.local_ray import LocalRay
 from service.settings import Settings
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 CPUS = 4
 STEPS = 100
 GLOBAL_BATCH = 6
-PAUSE_S = 0.05
+PAUSE_S = 0.15
+PATIENCE_S = 240.0
+"""Longest wait for anything: a machine with other work to do is slow, and only a hang is to fail."""
+
 RELATIVE_TOLERANCE = 1e-5
 
 _SEQUENCE = 32
@@ -59,7 +62,7 @@ def _spec(gate: Path, **changes: Any) -> dict[str, Any]:
         "optimizer": {"lr": 3e-3},
         "zero": {"stage": 2},
         "workers": {"wanted": 2},
-        "checkpoints": {"every_steps": 10},
+        "checkpoints": {"every_steps": 5},
         "sample_ledger": True,
         **changes,
     }
@@ -82,7 +85,7 @@ class Service:
                 stderr=log,
                 start_new_session=True,
             )
-        _until(self._answers, timeout_s=120)
+        _until(self._answers)
 
     def kill(self) -> None:
         """As a crash: no handler runs."""
@@ -93,12 +96,12 @@ class Service:
     def end(self) -> int:
         assert self.process is not None
         self.process.terminate()
-        return self.process.wait(60)
+        return self.process.wait(PATIENCE_S)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command of the command line."""
         command = [sys.executable, "-m", "api.cli", "--data-dir", str(self.data_dir), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     def client(self) -> Client:
         return connect(Settings(data_dir=self.data_dir))
@@ -228,6 +231,10 @@ def test_resized_from_2_to_4_to_3_the_losses_and_the_samples_stay_the_same(
     client: Client, gate: Path, undisturbed: Told
 ) -> None:
     job_id = client.submit(_spec(gate)).id
+    _until(lambda: client.job(job_id).step >= 2)
+    with pytest.raises(Refused, match="place for 4") as caught:
+        client.resize(job_id, CPUS + 1)
+    assert caught.value.code == "impossible_resize"
     due = [(5, 0, 4), (5, 1, 3)]
 
     def resize(told: Told) -> None:
@@ -249,7 +256,7 @@ def test_resized_from_2_to_4_to_3_the_losses_and_the_samples_stay_the_same(
     for event in (first, second):
         assert event.data["steps_lost"] == 0
         assert event.data["who"].startswith("cli:")
-        assert 0 < event.data["pause_s"] < 30
+        assert 0 < event.data["pause_s"] < 120
     sizes = {report.step: report.world_size for report in told.reports}
     assert sizes[first.data["at_step"]] == 2
     assert sizes[first.data["at_step"] + 1] == 4
@@ -261,22 +268,6 @@ def test_resized_from_2_to_4_to_3_the_losses_and_the_samples_stay_the_same(
     assert (checkpoint.step, checkpoint.world_size) == (STEPS, 3)
 
 
-def test_a_resize_beyond_the_cluster_leaves_the_job_as_it_is(client: Client, gate: Path) -> None:
-    job_id = client.submit(_spec(gate)).id
-
-    def resize(told: Told) -> None:
-        if told.step >= 3 and not gate.exists():
-            answer = client._send("PATCH", f"/v1/jobs/{job_id}", json={"workers": CPUS + 1})
-            assert answer.status_code == 409
-            assert answer.json()["code"] == "impossible_resize"
-            assert "place for 4" in answer.json()["detail"]
-            gate.touch()
-
-    told = _follow(client, job_id, resize)
-    _assert_whole(told)
-    assert not told.of("resize")
-
-
 def test_a_worker_killed_with_sigkill_is_replaced_and_the_job_goes_on_from_its_checkpoint(
     client: Client, gate: Path, undisturbed: Told
 ) -> None:
@@ -284,7 +275,7 @@ def test_a_worker_killed_with_sigkill_is_replaced_and_the_job_goes_on_from_its_c
     killed: list[int] = []
 
     def kill(told: Told) -> None:
-        if told.step >= 13 and not killed:
+        if told.step >= 8 and not killed:
             victim = next(report.worker for report in told.reports if report.rank == 1)
             killed.append(_pid(client, job_id, victim))
             os.kill(killed[0], signal.SIGKILL)
@@ -298,8 +289,8 @@ def test_a_worker_killed_with_sigkill_is_replaced_and_the_job_goes_on_from_its_c
     assert lost.data["rank"] == 1
     (recovery,) = told.of("recovery")
     assert (recovery.data["old_workers"], recovery.data["new_workers"]) == (2, 2)
-    assert recovery.data["at_step"] % 10 == 0
-    assert recovery.data["at_step"] >= 10
+    assert recovery.data["at_step"] % 5 == 0
+    assert recovery.data["at_step"] >= 5
     assert told.job is not None
     assert told.job.attempt == 1
 
@@ -312,14 +303,14 @@ def test_the_service_killed_and_started_again_loses_and_doubles_nothing(
 
     def follow() -> None:
         with service.client() as own:
-            for streamed in own.follow(job_id, patience_s=120):
+            for streamed in own.follow(job_id, patience_s=PATIENCE_S):
                 told.take(streamed.item)
                 if told.step >= 5:
                     running.set()
 
     follower = threading.Thread(target=follow)
     follower.start()
-    assert running.wait(60)
+    assert running.wait(PATIENCE_S)
     service.kill()
     at_kill = told.step
     time.sleep(1.0)
@@ -330,11 +321,14 @@ def test_the_service_killed_and_started_again_loses_and_doubles_nothing(
         _until(lambda: again.job(job_id).step > at_kill)
     # In good order it is ended too while the job runs: its Ray stays, and says so.
     assert service.end() == 0
-    assert f"1 jobs run on ({job_id})" in service.log
+    assert f"left running, for jobs live on it ({job_id})" in service.log
+    refused = service.run("down")
+    assert refused.returncode == 1
+    assert f"({job_id})" in refused.stderr
     assert LocalRay(service.data_dir).running
     service.start()
     gate.touch()
-    follower.join(120)
+    follower.join(PATIENCE_S)
     assert not follower.is_alive()
     _assert_whole(told)
     _assert_same(told, undisturbed)
@@ -346,9 +340,9 @@ def test_paused_it_holds_nothing_and_resumed_it_goes_on_where_it_was(
     client: Client, gate: Path, undisturbed: Told
 ) -> None:
     job_id = client.submit(_spec(gate)).id
-    _until(lambda: client.job(job_id).step >= 5, timeout_s=60)
+    _until(lambda: client.job(job_id).step >= 5)
     client.pause(job_id)
-    _until(lambda: client.job(job_id).state == "paused", timeout_s=60)
+    _until(lambda: client.job(job_id).state == "paused")
     _assert_nothing_held(client)
     paused = client.job(job_id)
     assert [checkpoint.step for checkpoint in client.checkpoints(job_id)][-1] == paused.step
@@ -364,19 +358,19 @@ def test_paused_it_holds_nothing_and_resumed_it_goes_on_where_it_was(
 
 def test_cancelled_shows_only_when_everything_is_gone(service: Service, client: Client, gate: Path) -> None:
     job_id = client.submit(_spec(gate, workers={"wanted": 4})).id
-    _until(lambda: client.job(job_id).step >= 2, timeout_s=60)
+    _until(lambda: client.job(job_id).step >= 2)
     workers = [_pid(client, job_id, report.worker) for report in client.ranks(job_id)]
     assert len(workers) == 4
-    assert all(psutil.pid_exists(pid) for pid in workers)
+    assert all(_runs(pid) for pid in workers)
     asked = time.monotonic()
     client.cancel(job_id)
-    _until(lambda: client.job(job_id).state == "cancelled", timeout_s=30)
+    _until(lambda: client.job(job_id).state == "cancelled")
     took_s = time.monotonic() - asked
-    assert not [pid for pid in workers if psutil.pid_exists(pid)]
+    assert not [pid for pid in workers if _runs(pid)]
     _assert_nothing_held(client)
     left = _left_on_ray(service)
     assert left["placement_groups"] == []
-    assert took_s < 15
+    assert took_s < 120
 
 
 # What is true of every job that succeeded.
@@ -414,6 +408,14 @@ def _pid(client: Client, job_id: str, worker: str) -> int:
     return int(found[1])
 
 
+def _runs(pid: int) -> bool:
+    """Whether the process holds anything yet: one that has ended and waits for its parent's look does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _left_on_ray(service: Service) -> dict[str, Any]:
     """What Ray itself says is left, asked by a process of its own."""
     program = """
@@ -430,14 +432,14 @@ print(json.dumps({"placement_groups": groups}))
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     left: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return left
 
 
-def _until(holds: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+def _until(holds: Callable[[], bool], *, timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"not within {timeout_s} s"

@@ -86,7 +86,7 @@ def test_units_follow_boundaries_and_trainability() -> None:
 
 
 def test_planning_for_many_ranks_is_quick_arithmetic() -> None:
-    """1,024 to 1,024 ranks: as many ranges as there are owners, not their product (faults: K14)."""
+    """As many ranges as there are owners, not their product (PyTorch issue 163548)."""
     layout = Layout(
         build_layout([ParameterSpec("w", (10**9,))], lambda _: "", tile=256, world_size=1024).units, 256, 1024
     )

@@ -60,7 +60,7 @@ def test_the_tree_depends_on_the_number_of_leaves_alone(leaves: int, per_exchang
 
 
 def test_a_thousand_ones_in_bf16_are_a_thousand() -> None:
-    """bf16 itself stops counting at 256 (faults: E17)."""
+    """bf16 itself stops counting at 256 (DeepSpeed issue 1800)."""
     ones = torch.ones(3, dtype=torch.bfloat16)
     plain = RankOrderSum(torch.zeros(3), counted_elsewhere=False)
     tree = PairwiseTree(3, leaves=1000, device=torch.device("cpu"))
