@@ -91,6 +91,7 @@ class TrainingLoop:
         batches: Batches,
         wishes: Wishes,
         sink: Sink,
+        settle: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -100,6 +101,7 @@ class TrainingLoop:
         self._batches = batches
         self._wishes = wishes
         self._sink = sink
+        self._settle = settle
         self._clock = clock
         self._wall = wall
         self._memory: tuple[MemoryUse, int] | None = None
@@ -161,6 +163,9 @@ class TrainingLoop:
         return [int(sample) for sample in ids]
 
     def _save(self, reason: str) -> None:
+        # No checkpoint covers a step that has not been told: a rank killed after it is not to take with it
+        # the account of steps that nobody will repeat.
+        self._settle()
         saved = checkpoint.save(
             self._engine,
             self._place.checkpoints,

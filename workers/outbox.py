@@ -18,6 +18,7 @@ class Outbox:
         self._capacity = capacity
         self._notices: deque[dict[str, Any]] = deque()
         self._last = 0
+        self._handed_out = 0
         self._room = threading.Condition()
         self._closed = False
 
@@ -38,9 +39,15 @@ class Outbox:
             while self._notices and first <= after:
                 self._notices.popleft()
                 first += 1
-            self._room.notify_all()
             page = tuple(self._notices[i] for i in range(min(PAGE, len(self._notices))))
+            self._handed_out = max(self._handed_out, first - 1 + len(page))
+            self._room.notify_all()
             return page, first - 1 + len(page), len(page) == len(self._notices)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until every notice was handed out once, or the box is closed; False if it took too long."""
+        with self._room:
+            return self._room.wait_for(lambda: self._handed_out == self._last or self._closed, timeout_s)
 
     def close(self) -> None:
         """Let a waiting `put` through: the group is being aborted, and its thread must come to its end."""

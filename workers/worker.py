@@ -29,6 +29,9 @@ from workers.rendezvous import Rendezvous, choose_device
 from workers.spec import CustomModel, JobSpec
 from zero_core import ZeroEngine
 
+_SETTLE_TIMEOUT_S = 5.0
+"""How long a checkpoint waits for the controller to have taken the reports before it."""
+
 
 @dataclass(slots=True)
 class _Part:
@@ -237,6 +240,7 @@ class Worker:
             batches=batches,
             wishes=part.wishes,
             sink=lambda notice: self._put(part, notice),
+            settle=lambda: self._outbox.settle(_SETTLE_TIMEOUT_S),
         )
 
     def _put(self, part: _Part, notice: dict[str, Any]) -> None:

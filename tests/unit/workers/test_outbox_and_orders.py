@@ -72,13 +72,25 @@ def test_orders_wake_whoever_waits_for_them() -> None:
     orders = Orders(2)
     threading.Timer(0.05, orders.give, [Cancel(who="me")]).start()
     began = time.monotonic()
-    orders.wait(10)
-    assert time.monotonic() - began < 30
+    orders.wait(60)
+    assert time.monotonic() - began < 60
     assert (orders.cancel, orders.pause) == ("me", None)
     orders.give(Pause(who="you"))
     orders.give(SaveCheckpoint(who="you"))
     assert orders.pause == "you"
     assert (orders.take_checkpoint(), orders.take_checkpoint()) == (True, False)
+
+
+def test_an_outbox_is_settled_once_everything_was_handed_out() -> None:
+    box = Outbox()
+    assert box.settle(0)
+    box.put({"n": 1})
+    assert not box.settle(0.01)
+    threading.Timer(0.05, box.take, [0]).start()
+    assert box.settle(60)
+    box.put({"n": 2})
+    box.close()
+    assert box.settle(0), "a group that is being aborted does not wait"
 
 
 @pytest.mark.parametrize(
