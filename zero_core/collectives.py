@@ -140,10 +140,6 @@ class Collectives:
                     (self.world_size - 1) * tensor.numel() * tensor.element_size()
                 )
 
-    def barrier(self) -> None:
-        """Wait until every rank has come here."""
-        self.sum_in_rank_order((0.0,))
-
     def _reduce_native(self, full: torch.Tensor, chunk: int, total: GradientSum, *, active: int) -> None:
         full = full[: self.world_size * chunk]
         if self.rank >= active:

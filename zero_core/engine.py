@@ -27,7 +27,6 @@ from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
 from zero_core.errors import ConfigError, NonFiniteError, UsageError
 from zero_core.gathering import Gatherer
-from zero_core.layout import Layout
 from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, occupied_bytes, resident_bytes
 from zero_core.optimizer import FlatAdamW, UnitStates
 from zero_core.reduction import Reducer
@@ -457,8 +456,3 @@ def _bytes_of(model: nn.Module, device: torch.device) -> int:
             storage = parameter.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def layout_of(model: nn.Module, config: ZeroConfig, world_size: int) -> Layout:
-    """The layout an engine would use, without building one."""
-    return bind_units(model, precision=config.precision, tile=config.tile, rank=0, world_size=world_size)[0]

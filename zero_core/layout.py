@@ -128,15 +128,6 @@ class Layout:
         chunk, numel = self.chunk(unit), self.units[unit].numel
         return min(rank * chunk, numel), min((rank + 1) * chunk, numel)
 
-    def owned_numel(self, rank: int, *, trainable: bool | None = None) -> int:
-        """Elements `rank` owns over all units, or over the trainable or the frozen ones."""
-        total = 0
-        for index, unit in enumerate(self.units):
-            if trainable is None or unit.trainable == trainable:
-                start, stop = self.owned(index, rank)
-                total += stop - start
-        return total
-
     def numel(self, *, trainable: bool | None = None) -> int:
         """Psi: all elements, or those of the trainable or the frozen units."""
         return sum(u.numel for u in self.units if trainable is None or u.trainable == trainable)

@@ -5,7 +5,6 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 _context = get_context("forkserver")
@@ -88,9 +87,3 @@ def _rank_main(
             dist.destroy_process_group()
         # Leave without torch's exit handlers, which may wait for peers that failed.
         os._exit(0)
-
-
-def temporary(path: Path) -> Path:
-    """Make a folder that all ranks share."""
-    path.mkdir(parents=True, exist_ok=True)
-    return path
