@@ -28,7 +28,8 @@ from zero_core.config import ZeroConfig
 from zero_core.errors import ConfigError, NonFiniteError, UsageError
 from zero_core.gathering import Gatherer
 from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, occupied_bytes, resident_bytes
-from zero_core.optimizer import FlatAdamW, UnitStates
+from zero_core.optimizer import FlatAdamW
+from zero_core.partition import bytes_of, partition
 from zero_core.reduction import Reducer
 from zero_core.summation import EXPANSION, collect, exact_square_sum, expand, square_sum
 from zero_core.units import FlatUnit, UnitState, bind_units
@@ -81,7 +82,7 @@ class ZeroEngine:
         self.config = config
         first = next(model.parameters(), torch.empty(0))
         self.device = torch.device(device) if device is not None else first.device
-        baseline = occupied_bytes(self.device) - _bytes_of(model, self.device)
+        baseline = occupied_bytes(self.device) - bytes_of(model, self.device)
         self.collectives = Collectives(group, self.device, config.staging_bytes)
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
         if config.reproducible and self.collectives.native:
@@ -101,7 +102,7 @@ class ZeroEngine:
         )
         self._pool = BufferPool(self.device)
         self._gatherer = Gatherer(self.units, self.collectives, self._pool, self._record, self._active)
-        self.optimizer = self._partition()
+        self.optimizer = FlatAdamW(config.optimizer, partition(self.units, self.collectives, config))
         self._reducer = Reducer(
             self.units,
             self.collectives,
@@ -278,53 +279,6 @@ class ZeroEngine:
         self._share_parameters()
         self.collectives.ledger.take()
 
-    # -- construction -----------------------------------------------------------------------------
-
-    def _partition(self) -> FlatAdamW:
-        """Move every unit into its flat tensors, keep what this stage keeps, and build the optimizer."""
-        states = []
-        for unit in self.units:
-            start, stop = (0, unit.numel) if self.config.stage == 0 else (unit.start, unit.stop)
-            if unit.unit.trainable:
-                states.append(self._states_of(unit, start, stop))
-            else:
-                self._place(unit, self._initial(unit, unit.dtype).to(unit.dtype))
-        return FlatAdamW(self.config.optimizer, states)
-
-    def _states_of(self, unit: FlatUnit, start: int, stop: int) -> UnitStates:
-        # Masters come from the unrounded values: the model is cast after they have been taken.
-        original = self._initial(unit, torch.float32)
-        mixed = unit.dtype != torch.float32
-        master = original[start:stop].clone() if mixed else None
-        self._place(unit, original.to(unit.dtype))
-        compute = unit.shard if unit.shard is not None else unit.full
-        assert compute is not None
-        if unit.shard is None:
-            compute = compute[start:stop]
-        return UnitStates(
-            unit=unit,
-            start=start,
-            stop=stop,
-            master=compute if master is None else master,
-            compute=compute,
-            momentum=torch.zeros(stop - start, dtype=torch.float32, device=self.device),
-            variance=torch.zeros(stop - start, dtype=torch.float32, device=self.device),
-        )
-
-    def _initial(self, unit: FlatUnit, dtype: torch.dtype) -> torch.Tensor:
-        """[padded] of `dtype`: the unit's values before the first step, the same on every rank."""
-        flat = unit.flatten(self.device, dtype)
-        if self.config.broadcast_initial:
-            self.collectives.broadcast(flat)
-        return flat
-
-    def _place(self, unit: FlatUnit, flat: torch.Tensor) -> None:
-        if self.config.stage == 3:
-            unit.shard = flat[unit.start : unit.stop].clone()
-            unit.unbind(self.device)
-        else:
-            unit.bind(flat, UnitState.WHOLE)
-
     # -- within a step ----------------------------------------------------------------------------
 
     def _active(self) -> int:
@@ -446,13 +400,3 @@ class ZeroEngine:
         finally:
             spent = seconds["reduce"] + seconds["gather"] - inside
             seconds[phase] += time.perf_counter() - began - spent
-
-
-def _bytes_of(model: nn.Module, device: torch.device) -> int:
-    """Bytes of the model's own parameters on `device`, each storage once."""
-    storages = {}
-    for parameter in model.parameters():
-        if parameter.device == device:
-            storage = parameter.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

@@ -1,0 +1,79 @@
+"""How a model's values come into the flat tensors of its units, before the first step.
+
+Owns what is done once for each unit: the same initial values on every rank, the part that the stage keeps,
+and fp32 masters taken from unrounded values. Knows nothing of steps, hooks or gradients.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zero_core.collectives import Collectives
+from zero_core.config import ZeroConfig
+from zero_core.optimizer import UnitStates
+from zero_core.units import FlatUnit, UnitState
+
+
+def partition(units: Sequence[FlatUnit], collectives: Collectives, config: ZeroConfig) -> list[UnitStates]:
+    """Move every unit into its flat tensors and keep what the stage keeps; states of the trainable ones."""
+    states = []
+    for unit in units:
+        if unit.unit.trainable:
+            states.append(_states_of(unit, collectives, config))
+        else:
+            flat = _initial(unit, unit.dtype, collectives, config)
+            _place(unit, flat, collectives.device, stage=config.stage)
+    return states
+
+
+def bytes_of(model: nn.Module, device: torch.device) -> int:
+    """Bytes of the model's own parameters on `device`, each storage once."""
+    storages = {}
+    for parameter in model.parameters():
+        if parameter.device == device:
+            storage = parameter.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _states_of(unit: FlatUnit, collectives: Collectives, config: ZeroConfig) -> UnitStates:
+    device = collectives.device
+    start, stop = (0, unit.numel) if config.stage == 0 else (unit.start, unit.stop)
+    # Masters come from the unrounded values: the model is cast after they have been taken.
+    original = _initial(unit, torch.float32, collectives, config)
+    mixed = unit.dtype != torch.float32
+    master = original[start:stop].clone() if mixed else None
+    _place(unit, original.to(unit.dtype), device, stage=config.stage)
+    compute = unit.shard if unit.shard is not None else unit.full
+    assert compute is not None
+    if unit.shard is None:
+        compute = compute[start:stop]
+    return UnitStates(
+        unit=unit,
+        start=start,
+        stop=stop,
+        master=compute if master is None else master,
+        compute=compute,
+        momentum=torch.zeros(stop - start, dtype=torch.float32, device=device),
+        variance=torch.zeros(stop - start, dtype=torch.float32, device=device),
+    )
+
+
+def _initial(
+    unit: FlatUnit, dtype: torch.dtype, collectives: Collectives, config: ZeroConfig
+) -> torch.Tensor:
+    """[padded] of `dtype`: the unit's values before the first step, the same on every rank."""
+    flat = unit.flatten(collectives.device, dtype)
+    if config.broadcast_initial:
+        collectives.broadcast(flat)
+    return flat
+
+
+def _place(unit: FlatUnit, flat: torch.Tensor, device: torch.device, *, stage: int) -> None:
+    """Let the unit live in `flat`, [padded] of its dtype, or in this rank's part of it at stage 3."""
+    if stage == 3:
+        unit.shard = flat[unit.start : unit.stop].clone()
+        unit.unbind(device)
+    else:
+        unit.bind(flat, UnitState.WHOLE)
