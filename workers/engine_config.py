@@ -21,4 +21,5 @@ def engine_config(spec: JobSpec) -> ZeroConfig:
         tile=spec.zero.tile,
         staging_bytes=spec.zero.staging_bytes,
         reproducible=spec.zero.reproducible,
+        collective_timeout_s=spec.recovery.collective_timeout_s,
     )

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from workers.errors import RendezvousError, UserError
 from workers.protocol import Failure, Fault
-from zero_core.errors import ZeroError
+from zero_core.errors import PeerLostError, ZeroError
 
-_COLLECTIVE_CODE = ("/torch/distributed/", "/zero_core/collectives.py")
+_COLLECTIVE_CODE = ("/torch/distributed/", "/zero_core/collectives.py", "/zero_core/links.py")
 """Where a broken group surfaces. gloo raises plain RuntimeErrors: only their origin tells them apart."""
 
 
@@ -25,7 +25,7 @@ def describe(error: BaseException, *, aborted: bool) -> Failure:
 
 
 def _broken_group(error: BaseException) -> bool:
-    if isinstance(error, (RendezvousError, dist.DistError)):
+    if isinstance(error, (RendezvousError, dist.DistError, PeerLostError)):
         return True
     if isinstance(error, (UserError, ZeroError)) or not isinstance(error, RuntimeError):
         return False

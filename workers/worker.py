@@ -44,6 +44,8 @@ class _Part:
     begun: Begun | None = None
     outcome: Outcome | None = None
     thread: threading.Thread | None = None
+    engine: ZeroEngine | None = None
+    """While it exists: another thread may abort it."""
 
 
 class Worker:
@@ -121,12 +123,15 @@ class Worker:
 
         Raises StaleGenerationError if this worker is in another generation.
         """
-        self._current(generation)
+        part = self._current(generation)
         rendezvous, _ = self._prepared()
         if not rendezvous.aborted(generation):
             self._log.warning("group aborted", generation=generation)
         self._outbox.close()
         rendezvous.abort(generation)
+        engine = part.engine
+        if engine is not None:
+            engine.abort()
 
     def poll(self, after: int) -> Poll:
         """The notices after number `after`, and how things stand."""
@@ -199,7 +204,10 @@ class Worker:
         marks.append(time.perf_counter())
         engine = make_engine(spec, build_model(spec), self._device)
         marks.append(time.perf_counter())
+        part.engine = engine
         try:
+            if rendezvous.aborted(assignment.generation):
+                engine.abort()  # it came while the engine was being built
             part.activity = Activity.LOADING
             if assignment.checkpoint is not None:
                 resume(engine, batches, Path(assignment.checkpoint))
@@ -223,6 +231,7 @@ class Worker:
         finally:
             # Its hooks tie model and engine together where Python's collector cannot see it.
             engine.detach()
+            part.engine = None
 
     def _loop(self, part: _Part, engine: ZeroEngine, batches: Batches) -> TrainingLoop:
         assignment = part.assignment

@@ -7,13 +7,11 @@ paper (arXiv 1910.02054, section 5): 16, 4 + 12/N, 2 + 14/N and 16/N bytes per p
 Plain integers: knows neither torch nor a process group.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from zero_core.config import ITEM_BYTES, ZeroConfig
 from zero_core.layout import Layout
-
-_FIXED_ITEM_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+from zero_core.residency import buffer_bytes, gathered_buffers, gradient_buffers, item_bytes, kept_gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,6 @@ class Budget:
     @property
     def total(self) -> int:
         return self.model_states + self.communication_buffers + self.activations + self.padding
-
-
-def item_bytes(dtype: str, precision: str) -> int:
-    """Bytes of an element of a unit: the compute dtype's for "compute", else the named type's."""
-    return ITEM_BYTES[precision] if dtype == "compute" else _FIXED_ITEM_BYTES[dtype]
 
 
 def rounds(micro_batches: int, world_size: int) -> int:
@@ -84,30 +77,9 @@ def optimizer_bytes(precision: str) -> int:
 
 
 def _communication(layout: Layout, config: ZeroConfig) -> int:
-    """The staging buffer, and from stage 2 on the whole units that are in flight at one time."""
-    total = config.staging_bytes
-    if config.stage >= 2:
-        total += _in_flight(layout, config.precision, frozen=False)
-    if config.stage == 3:
-        total += _in_flight(layout, config.precision, frozen=True)
-    return total
-
-
-def _in_flight(layout: Layout, precision: str, *, frozen: bool) -> int:
-    """Bytes lent at one time: the root's units, and those of one other module, the widest.
-
-    Buffers come in one size for each kind of unit, and any free one of the right size serves.
-    """
-    by_size: dict[tuple[int, int], Counter[str]] = {}
-    for unit, capacity in zip(layout.units, layout.capacities(), strict=True):
-        if unit.trainable or frozen:
-            size = capacity, item_bytes(unit.dtype, precision)
-            by_size.setdefault(size, Counter())[unit.name] += 1
-    total = 0
-    for (capacity, item), modules in by_size.items():
-        others = [count for name, count in modules.items() if name]
-        total += capacity * item * (modules[""] + max(others, default=0))
-    return total
+    """The staging buffer, and from stage 2 on the whole units that are in memory at one time."""
+    whole = gradient_buffers(layout, config) + gathered_buffers(layout, config)
+    return config.staging_bytes + buffer_bytes(whole, config.precision)
 
 
 def wire_elements(layout: Layout, config: ZeroConfig) -> dict[str, float]:
@@ -127,5 +99,6 @@ def wire_elements(layout: Layout, config: ZeroConfig) -> dict[str, float]:
         volume["gather"] = psi * share
     else:
         volume["gather"] = (psi + frozen) * share * passes
-        volume["gather_backward"] = (psi + frozen) * share * passes
+        kept = sum(layout.units[index].numel for index in kept_gathered(layout, config))
+        volume["gather_backward"] = (psi + frozen - kept) * share * passes
     return volume

@@ -1,41 +1,64 @@
-"""Every byte between ranks goes through here, and is counted by what it was for.
+"""Every byte between ranks goes through here, and is counted by what it was for and how it travelled.
 
-Owns the process group, the constant-size staging buffer and the ledger. Knows chunks and ranges of flat
-tensors, nothing of parameters, optimizers or stages.
+Owns the process group, the links to the other ranks, the constant-size staging buffer and the ledger. Knows
+chunks and ranges of flat tensors, nothing of parameters, optimizers or stages.
 
-On CPU (gloo) the reduction is an exchange, point to point, of low-precision contributions that the owner
-sums in fp32 in rank order: gloo's own reduce-scatter moves twice the bytes, and rounds bf16 sums in
-bf16. On GPU (NCCL) the native reduce-scatter and all-gather are used.
+On CPU a reduction is an exchange of low-precision contributions, pair by pair, that the owner sums in fp32
+in rank order: gloo's own reduce-scatter moves twice the bytes, and rounds bf16 sums in bf16. Ranks on one
+host read each other's memory; other pairs send point to point. Which pair is which changes no bit. On GPU
+(NCCL) the native reduce-scatter and all-gather are used.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from zero_core.errors import ConfigError
+from zero_core.links import Agreement, Kind, LocalLink, Notice, RemoteNotices, connect
+from zero_core.sharing import SharedArena
 from zero_core.summation import GradientSum
 
 # torch 2.13 renamed these; the old names are deprecated there, the new ones absent before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Pending = list["dist.Work | None"]
+"""A gathering under way, to be given to `finish_gather`."""
+
+DivergenceCheck = Literal["always", "first", "off"]
+
+_FIRST_STEPS = 3
+"""How many steps `divergence_check="first"` compares."""
+
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes sent and seconds spent since the last `take`, by kind."""
+    """Bytes sent and seconds spent since the last `take`.
+
+    sent       bytes by kind: reduce, gather, gather_backward, control
+    transport  the same bytes by the way they went: shared (read by a rank on this host), network
+    seconds    by phase
+    """
 
     sent: Counter[str] = field(default_factory=Counter)
+    transport: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def take(self) -> tuple[dict[str, int], dict[str, float]]:
+    def count(self, kind: str, transport: str, size: int) -> None:
+        self.sent[kind] += size
+        self.transport[transport] += size
+
+    def take(self) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
         """Hand over the figures and start again from zero."""
-        taken = dict(self.sent), dict(self.seconds)
+        taken = dict(self.sent), dict(self.transport), dict(self.seconds)
         self.sent.clear()
+        self.transport.clear()
         self.seconds.clear()
         return taken
 
@@ -48,23 +71,94 @@ class Ledger:
             self.seconds[phase] += time.perf_counter() - began
 
 
-class Collectives:
-    """Collectives over flat tensors that are cut into N equal chunks, one for each owner."""
+@dataclass(slots=True)
+class Exchange:
+    """One reduction under way: begun, and not yet summed.
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, staging_bytes: int) -> None:
+    full    [world_size * chunk] or longer, compute dtype: this rank's contribution, untouched until finished
+    announced  notices told up to and with this one's
+    """
+
+    full: torch.Tensor
+    chunk: int
+    numel: int
+    total: GradientSum
+    active: int
+    tag: int
+    announced: int = 0
+    posted: Pending = field(default_factory=list)
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
+    scattered: torch.Tensor | None = None
+
+
+class Collectives:
+    """Collectives over flat tensors that are cut into N equal chunks, one for each owner.
+
+    `unit_names` names units, by index, in errors. At most one reduction is under way at a time.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        staging_bytes: int,
+        transport: Literal["auto", "network"] = "auto",
+        divergence_check: DivergenceCheck = "always",
+        timeout_s: float = 600.0,
+    ) -> None:
         if not dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is not initialised: call init_process_group first, also for one process"
             )
-        self.group = group if group is not None else dist.group.WORLD
+        chosen = group if group is not None else dist.group.WORLD
+        assert chosen is not None, "torch.distributed is initialised"
+        self.group: dist.ProcessGroup = chosen
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.device = device
         self.native = device.type == "cuda"
         self.ledger = Ledger()
+        self.unit_names: Sequence[str] = ()
+        self.steps = 0
+        """Finished steps of this object's life; `divergence_check="first"` looks at it."""
+        self._check = divergence_check
+        self._told = 0
+        self._arena: SharedArena | None = None
+        self._near: dict[int, LocalLink] = {}
+        if transport == "auto" and not self.native and self.world_size > 1:
+            arena = SharedArena()
+            self._near = connect(self.group, arena, self._names, timeout_s=timeout_s)
+            if self._near:
+                self._arena = arena
+            else:
+                arena.close()
+        self._far = {
+            peer: RemoteNotices(Agreement(self.rank, peer, self._names), self.group)
+            for peer in range(self.world_size)
+            if peer != self.rank and peer not in self._near
+        }
         self.staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
 
-    def reduce_to_owners(
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] zeros that can be reduced and gathered: where ranks on this host can read them."""
+        if self._arena is not None:
+            return self._arena.allocate(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def publish(self, parts: Mapping[int, torch.Tensor]) -> None:
+        """Tell the ranks on this host where this rank's own part of each unit lies. Collective."""
+        if self.world_size == 1 or self.native:
+            return
+        mine = {} if self._arena is None else {tag: self._arena.offset(part) for tag, part in parts.items()}
+        table: list[dict[int, int]] = [{}] * self.world_size
+        dist.all_gather_object(table, mine, group=self.group)
+        for peer, link in self._near.items():
+            link.published = table[peer]
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    def begin_reduce(
         self,
         full: torch.Tensor,
         chunk: int,
@@ -73,59 +167,119 @@ class Collectives:
         *,
         active: int,
         tag: int,
-    ) -> None:
-        """Bring the first `active` ranks' `full` tensors to their owners; each adds its part up in `total`.
+    ) -> Exchange:
+        """Start to bring the first `active` ranks' `full` tensors to their owners.
 
-        full: [world_size * chunk] or longer, compute dtype; elements from `numel` on are padding.
-        A rank at or beyond `active` contributes nothing, whatever its `full` holds. `tag` tells the pieces
-        of different units apart, so that ranks out of step wait (and time out) instead of mixing them.
+        full: [world_size * chunk] or longer, compute dtype; elements from `numel` on are padding. A rank at
+        or beyond `active` contributes nothing, whatever its `full` holds. `tag` is the unit's index.
         """
         assert total.owned.numel() == self._owned(chunk, numel, self.rank), "exactly the owned elements"
+        exchange = Exchange(full, chunk, numel, total, active, tag)
         with self.ledger.timed("reduce"):
             if self.native:
-                self._reduce_native(full, chunk, total, active=active)
+                self._begin_native(exchange)
             else:
-                self._reduce_by_exchange(full, chunk, numel, total, active=active, tag=tag)
-            total.end_exchange(active)
+                where = self._arena.offset(full) if self._arena is not None and self.rank < active else 0
+                self._announce(Notice(Kind.REDUCE, tag, numel, where), at_once=True)
+                exchange.announced = self._told
+                self._post(exchange, 0)
+        return exchange
 
-    def gather_from_owners(
+    def finish_reduce(self, exchange: Exchange) -> None:
+        """Wait for the contributions and add this rank's part of each up in `total`, in rank order."""
+        with self.ledger.timed("reduce"):
+            if self.native:
+                self._finish_native(exchange)
+            else:
+                self._finish_exchange(exchange)
+            exchange.total.end_exchange(exchange.active)
+
+    # -- gatherings -------------------------------------------------------------------------------
+
+    def begin_gather(
         self, full: torch.Tensor, chunk: int, numel: int, *, kind: str, tag: int, active: int | None = None
-    ) -> None:
-        """Fill `full` ([world_size * chunk] or longer) in place: each owner's own part is already there.
+    ) -> Pending:
+        """Start to fill `full` ([world_size * chunk] or longer): each owner's own part is already there.
 
-        Only the first `active` ranks (default: all) receive; the others may pass a tensor of which just
-        their own part is valid.
+        Only the first `active` ranks (default: all) receive. Owners' published parts must not change until
+        the next fence or exchange of numbers, and what they hold must have been fenced off before.
+        Give the result to `finish_gather` before `full` is read.
         """
+        works: Pending = []
         if self.world_size == 1:
-            return
+            return works
         with self.ledger.timed("gather"):
             if self.native:
                 own = full[self.rank * chunk : (self.rank + 1) * chunk]
-                _all_gather(full[: self.world_size * chunk], own, group=self.group)
-                self.ledger.sent[kind] += (self.world_size - 1) * own.numel() * own.element_size()
-                return
+                works.append(
+                    _all_gather(full[: self.world_size * chunk], own, group=self.group, async_op=True)
+                )
+                self.ledger.count(kind, "network", (self.world_size - 1) * own.numel() * own.element_size())
+                return works
+            self._announce(Notice(Kind.GATHER, tag, numel), at_once=False)
             receivers = self.world_size if active is None else active
             own = self._part(full, chunk, numel, self.rank)
-            works: list[dist.Work | None] = []
             for peer in self._peers():
-                if peer < receivers and own.numel():
-                    works.append(self._send(own, peer, kind, tag))
                 theirs = self._part(full, chunk, numel, peer)
-                if self.rank < receivers and theirs.numel():
-                    works.append(dist.irecv(theirs, group=self.group, group_src=peer, tag=tag))
-            _wait(works)
+                receives = self.rank < receivers and theirs.numel() > 0
+                link = self._near.get(peer)
+                if link is None:
+                    if peer < receivers and own.numel():
+                        works.append(self._send(own, peer, kind, tag))
+                    if receives:
+                        works.append(dist.irecv(theirs, group=self.group, group_src=peer, tag=tag))
+                    continue
+                if peer < receivers:
+                    self.ledger.count(kind, "shared", own.numel() * own.element_size())
+                if receives:
+                    theirs.copy_(link.memory.tensor(link.published[tag], theirs.numel(), full.dtype))
+        return works
+
+    def finish_gather(self, works: Pending) -> None:
+        """Wait until the gathered tensor is whole."""
+        if works:
+            with self.ledger.timed("gather"):
+                _wait(works)
+
+    def gather_from_owners(self, full: torch.Tensor, chunk: int, numel: int, *, kind: str, tag: int) -> None:
+        """Fill `full`, wherever it lies, on every rank, from the owners' own parts; not meant for a step."""
+        if self.native:
+            self.finish_gather(self.begin_gather(full, chunk, numel, kind=kind, tag=tag))
+            return
+        own = self._part(full, chunk, numel, self.rank)
+        works: Pending = []
+        for peer in self._peers():
+            if own.numel():
+                works.append(self._send(own, peer, kind, tag))
+            theirs = self._part(full, chunk, numel, peer)
+            if theirs.numel():
+                works.append(dist.irecv(theirs, group=self.group, group_src=peer, tag=tag))
+        _wait(works)
+
+    def fence(self) -> None:
+        """Wait until every rank on this host has come here: what was written may be read, and the reverse."""
+        if self._near:
+            with self.ledger.timed("control"):
+                self._tell_near(Notice(Kind.FENCE), at_once=True)
+                for link in self._near.values():
+                    link.hear(self._told)
+
+    # -- small and rare ---------------------------------------------------------------------------
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's few fp64 numbers, a row for each rank."""
-        mine = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        row = [float(value) for value in values]
         if self.world_size == 1:
-            return [mine.tolist()]
+            return [row]
         with self.ledger.timed("control"):
-            table = torch.empty(self.world_size * mine.numel(), dtype=torch.float64, device=self.device)
-            _all_gather(table, mine, group=self.group)
-            self.ledger.sent["control"] += (self.world_size - 1) * mine.numel() * mine.element_size()
-        rows: list[list[float]] = table.view(self.world_size, -1).tolist()
-        return rows
+            if self.native:
+                mine = torch.tensor(row, dtype=torch.float64, device=self.device)
+                table = torch.empty(self.world_size * len(row), dtype=torch.float64, device=self.device)
+                _all_gather(table, mine, group=self.group)
+                self.ledger.count("control", "network", (self.world_size - 1) * 8 * len(row))
+                rows: list[list[float]] = table.view(self.world_size, -1).tolist()
+                return rows
+            return self._exchange_rows(row)
 
     def sum_in_rank_order(self, values: Sequence[float]) -> tuple[float, ...]:
         """Sum a few fp64 numbers over ranks, in rank order, so that all ranks get the same bits."""
@@ -136,65 +290,137 @@ class Collectives:
         if self.world_size > 1:
             dist.broadcast(tensor, group_src=source, group=self.group)
             if self.rank == source:
-                self.ledger.sent["broadcast"] += (
-                    (self.world_size - 1) * tensor.numel() * tensor.element_size()
-                )
+                size = (self.world_size - 1) * tensor.numel() * tensor.element_size()
+                self.ledger.count("broadcast", "network", size)
 
-    def _reduce_native(self, full: torch.Tensor, chunk: int, total: GradientSum, *, active: int) -> None:
-        full = full[: self.world_size * chunk]
-        if self.rank >= active:
-            full.zero_()
-        part = torch.empty(chunk, dtype=full.dtype, device=full.device)
-        if self.world_size == 1:
-            part.copy_(full)
-        else:
-            _reduce_scatter(part, full, group=self.group)
-            self.ledger.sent["reduce"] += (self.world_size - 1) * chunk * full.element_size()
-        if total.owned.numel():
-            total.absorb(0, [part[: total.owned.numel()]])
+    def abort(self) -> None:
+        """From any thread: a rank that waits for another on this host fails now, with PeerLostError."""
+        for link in self._near.values():
+            link.abort()
 
-    def _reduce_by_exchange(
-        self,
-        full: torch.Tensor,
-        chunk: int,
-        numel: int,
-        total: GradientSum,
-        *,
-        active: int,
-        tag: int,
-    ) -> None:
-        """In pieces that fit the staging buffer: send others their part, receive mine, add it up."""
-        senders = [peer for peer in self._peers() if peer < active]
-        item = full.element_size()
-        piece = max(1, self.staging.numel() // (max(1, self.world_size - 1) * item))
-        received = self.staging[: self.staging.numel() // item * item].view(full.dtype)
-        mine = self._part(full, chunk, numel, self.rank)
-        for offset in range(0, chunk, piece):
-            works: list[dist.Work | None] = []
-            incoming: dict[int, torch.Tensor] = {}
-            own = mine[offset : offset + piece]
-            for index, peer in enumerate(senders):
-                if own.numel():
-                    incoming[peer] = received[index * piece : index * piece + own.numel()]
-                    works.append(dist.irecv(incoming[peer], group=self.group, group_src=peer, tag=tag))
-            if self.rank < active:
-                incoming[self.rank] = own
-                for peer in self._peers():
-                    theirs = self._part(full, chunk, numel, peer)[offset : offset + piece]
-                    if theirs.numel():
-                        works.append(self._send(theirs, peer, "reduce", tag))
+    def close(self) -> None:
+        """Leave the group: ranks on this host that wait for this one fail at once."""
+        for link in self._near.values():
+            link.abort()
+            link.close()
+        self._near.clear()
+        if self._arena is not None:
+            self._arena.close()
+
+    # -- within -----------------------------------------------------------------------------------
+
+    def _announce(self, notice: Notice, *, at_once: bool) -> None:
+        """Tell the others what comes; with ranks on other hosts compare before any of their data move."""
+        self._tell_near(notice, at_once=at_once)
+        if self._check == "always" or (self._check == "first" and self.steps < _FIRST_STEPS):
+            for far in self._far.values():
+                far.tell(notice)
+            for far in self._far.values():
+                far.hear()
+
+    def _tell_near(self, notice: Notice, *, at_once: bool) -> None:
+        self._told += 1
+        for link in self._near.values():
+            link.tell(notice, at_once=at_once)
+
+    def _exchange_rows(self, row: list[float]) -> list[list[float]]:
+        notice = Notice(Kind.NUMBERS, numel=len(row), row=tuple(row))
+        self._announce(notice, at_once=True)
+        rows = {self.rank: row}
+        mine = torch.tensor(row, dtype=torch.float64)
+        incoming = {peer: torch.empty_like(mine) for peer in self._far}
+        if row:
+            works = [self._send(mine, peer, "control", 0) for peer in self._far]
+            works += [dist.irecv(t, group=self.group, group_src=p, tag=0) for p, t in incoming.items()]
             _wait(works)
-            if own.numel():
-                total.absorb(offset, [incoming[rank] for rank in sorted(incoming)])
+        rows |= {peer: tensor.tolist() for peer, tensor in incoming.items()}
+        for peer, link in self._near.items():
+            link.hear(self._told)
+            rows[peer] = list(link.latest[Kind.NUMBERS].row)
+            self.ledger.count("control", "shared", 8 * len(row))
+        return [rows[rank] for rank in range(self.world_size)]
 
-    def _send(self, tensor: torch.Tensor, peer: int, kind: str, tag: int) -> dist.Work | None:
-        self.ledger.sent[kind] += tensor.numel() * tensor.element_size()
+    def _begin_native(self, exchange: Exchange) -> None:
+        full = exchange.full[: self.world_size * exchange.chunk]
+        if self.rank >= exchange.active:
+            full.zero_()
+        if self.world_size == 1:
+            exchange.scattered = full
+            return
+        exchange.scattered = torch.empty(exchange.chunk, dtype=full.dtype, device=full.device)
+        exchange.posted = [_reduce_scatter(exchange.scattered, full, group=self.group, async_op=True)]
+        size = (self.world_size - 1) * exchange.chunk * full.element_size()
+        self.ledger.count("reduce", "network", size)
+
+    def _finish_native(self, exchange: Exchange) -> None:
+        _wait(exchange.posted)
+        owned = exchange.total.owned.numel()
+        if owned:
+            assert exchange.scattered is not None
+            exchange.total.absorb(0, [exchange.scattered[:owned]])
+
+    def _post(self, exchange: Exchange, offset: int) -> None:
+        """Start one piece from `offset` of the chunk on: send far owners their part, receive this rank's."""
+        full, chunk, numel = exchange.full, exchange.chunk, exchange.numel
+        piece = self._piece(full.element_size())
+        own = self._part(full, chunk, numel, self.rank)[offset : offset + piece]
+        room = self.staging[: self.staging.numel() // full.element_size() * full.element_size()]
+        room = room.view(full.dtype)
+        for index, peer in enumerate(self._far):
+            if peer < exchange.active and own.numel():
+                place = room[index * piece : index * piece + own.numel()]
+                exchange.received[peer] = place
+                exchange.posted.append(dist.irecv(place, group=self.group, group_src=peer, tag=exchange.tag))
+        if self.rank >= exchange.active:
+            return
+        for peer in self._peers():
+            theirs = self._part(full, chunk, numel, peer)
+            if peer in self._far:
+                theirs = theirs[offset : offset + piece]
+                if theirs.numel():
+                    exchange.posted.append(self._send(theirs, peer, "reduce", exchange.tag))
+            elif offset == 0:
+                self.ledger.count("reduce", "shared", theirs.numel() * theirs.element_size())
+
+    def _finish_exchange(self, exchange: Exchange) -> None:
+        """Piece by piece where some come over the network; near ranks' parts are read where they lie."""
+        mine = self._part(exchange.full, exchange.chunk, exchange.numel, self.rank)
+        near: dict[int, torch.Tensor] = {}
+        for peer, link in self._near.items():
+            link.hear(exchange.announced)
+            if peer < exchange.active and mine.numel():
+                start = link.latest[Kind.REDUCE].offset + self.rank * exchange.chunk * mine.element_size()
+                near[peer] = link.memory.tensor(start, mine.numel(), mine.dtype)
+        piece = self._piece(mine.element_size()) if self._far else max(1, exchange.chunk)
+        for offset in range(0, exchange.chunk, piece):
+            if offset:
+                self._post(exchange, offset)
+            _wait(exchange.posted)
+            exchange.posted.clear()
+            own = mine[offset : offset + piece]
+            if own.numel():
+                parts = {peer: part[offset : offset + piece] for peer, part in near.items()}
+                parts |= exchange.received
+                if self.rank < exchange.active:
+                    parts[self.rank] = own
+                exchange.total.absorb(offset, [parts[rank] for rank in sorted(parts)])
+            exchange.received.clear()
+
+    def _piece(self, item_bytes: int) -> int:
+        """Elements that every far rank may send at a time: they lie side by side in the staging buffer."""
+        return max(1, self.staging.numel() // (max(1, len(self._far)) * item_bytes))
+
+    def _send(self, tensor: torch.Tensor, peer: int, kind: str, tag: int) -> "dist.Work | None":
+        self.ledger.count(kind, "network", tensor.numel() * tensor.element_size())
         return dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
 
     def _peers(self) -> Iterator[int]:
         """The other ranks, starting from the next one, so that not all talk to rank 0 first."""
         for step in range(1, self.world_size):
             yield (self.rank + step) % self.world_size
+
+    def _names(self) -> Sequence[str]:
+        return self.unit_names
 
     @staticmethod
     def _owned(chunk: int, numel: int, rank: int) -> int:
@@ -204,7 +430,7 @@ class Collectives:
         return full[rank * chunk : rank * chunk + self._owned(chunk, numel, rank)]
 
 
-def _wait(works: Sequence[dist.Work | None]) -> None:
+def _wait(works: Pending) -> None:
     for work in works:
         assert work is not None, "this rank belongs to its own group"
         work.wait()

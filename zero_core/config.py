@@ -47,6 +47,15 @@ class ZeroConfig:
     clip_norm       largest global gradient norm; None: gradients are not clipped
     tile            elements of the smallest piece of a unit that can change owner; a multiple of 64
     staging_bytes   size of the one communication buffer; it does not grow with the model
+    transport       "auto": ranks on one host read each other's memory, others send over the group (gloo or
+                    NCCL); "network": all send. The numbers do not depend on it
+    overlap         a unit's reduction goes on while backward fills the next one; no number depends on it
+    prefetch_units  stage 3: how many units are gathered ahead of their use, 0 or 1
+    keep_gathered_bytes  stage 3: units, the smallest first, that stay whole from forward to backward in so
+                    many bytes: less is gathered twice. 0 moves 3 psi, as much as the model 2 psi
+    divergence_check  compare what ranks are about to do before data move between hosts: "always", for the
+                    "first" three steps, or "off"; within a host it costs nothing and is always done
+    collective_timeout_s  longest wait for another rank
     broadcast_initial  start all ranks from rank 0's parameters
     reproducible    add micro-batches in one fixed tree, and norm and loss exactly, so that the same bits come
                     out for every number of ranks; costs log2(M) fp32 accumulators of the owned gradients
@@ -59,6 +68,12 @@ class ZeroConfig:
     clip_norm: float | None = None
     tile: int = 256
     staging_bytes: int = 8 << 20
+    transport: Literal["auto", "network"] = "auto"
+    overlap: bool = True
+    prefetch_units: int = 1
+    keep_gathered_bytes: int = 0
+    divergence_check: Literal["always", "first", "off"] = "always"
+    collective_timeout_s: float = 600.0
     broadcast_initial: bool = True
     reproducible: bool = False
 
@@ -73,5 +88,21 @@ class ZeroConfig:
             raise ConfigError(f"clip_norm {self.clip_norm} must be positive, or None for no clipping")
         if self.tile < 1 or self.tile % TILE_STEP:
             raise ConfigError(f"tile {self.tile} must be a positive multiple of {TILE_STEP} elements")
+        if self.transport not in ("auto", "network"):
+            raise ConfigError(f"transport {self.transport!r} must be 'auto' or 'network'")
+        if self.divergence_check not in ("always", "first", "off"):
+            raise ConfigError(
+                f"divergence_check {self.divergence_check!r} must be 'always', 'first' or 'off'"
+            )
+        if self.prefetch_units not in (0, 1):
+            raise ConfigError(f"prefetch_units {self.prefetch_units} must be 0 or 1")
+        if self.keep_gathered_bytes < 0:
+            raise ConfigError(f"keep_gathered_bytes {self.keep_gathered_bytes} must not be negative")
+        if self.keep_gathered_bytes and self.stage != 3:
+            raise ConfigError(
+                f"keep_gathered_bytes means something at stage 3 only; the stage is {self.stage}: set it to 0"
+            )
+        if not self.collective_timeout_s > 0:
+            raise ConfigError(f"collective_timeout_s {self.collective_timeout_s} must be positive")
         if self.staging_bytes < 4096:
             raise ConfigError(f"staging_bytes {self.staging_bytes} must be at least 4096")

@@ -23,7 +23,7 @@ from torch import nn
 
 from zero_core import budget
 from zero_core.buffers import BufferPool
-from zero_core.collectives import Collectives
+from zero_core.collectives import Collectives, Pending
 from zero_core.config import ZeroConfig
 from zero_core.errors import ConfigError, NonFiniteError, UsageError
 from zero_core.gathering import Gatherer
@@ -31,8 +31,9 @@ from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, occupied_b
 from zero_core.optimizer import FlatAdamW
 from zero_core.partition import bytes_of, partition
 from zero_core.reduction import Reducer
+from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
 from zero_core.summation import EXPANSION, collect, exact_square_sum, expand, square_sum
-from zero_core.units import FlatUnit, UnitState, bind_units
+from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class StepReport:
     clip_coefficient  what gradients were multiplied by
     ballot      sums over ranks of the numbers passed to `step`
     bytes_sent  by this rank since the last step: reduce, gather, gather_backward, control
+    bytes_by_transport  the same bytes by the way they went: shared (memory of this host), network
     seconds     of this rank: forward and backward (without the collectives inside them), reduce, gather,
                 control (the step's own small collective: mostly waiting for others), optimizer, idle
     """
@@ -55,6 +57,7 @@ class StepReport:
     clip_coefficient: float
     ballot: tuple[float, ...]
     bytes_sent: dict[str, int]
+    bytes_by_transport: dict[str, int]
     seconds: dict[str, float]
 
 
@@ -83,7 +86,14 @@ class ZeroEngine:
         first = next(model.parameters(), torch.empty(0))
         self.device = torch.device(device) if device is not None else first.device
         baseline = occupied_bytes(self.device) - bytes_of(model, self.device)
-        self.collectives = Collectives(group, self.device, config.staging_bytes)
+        self.collectives = Collectives(
+            group,
+            self.device,
+            staging_bytes=config.staging_bytes,
+            transport=config.transport,
+            divergence_check=config.divergence_check,
+            timeout_s=config.collective_timeout_s,
+        )
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
         if config.reproducible and self.collectives.native:
             raise ConfigError("reproducible sums are not built for NCCL yet: use them on CPU (gloo)")
@@ -100,19 +110,34 @@ class ZeroEngine:
             rank=self.rank,
             world_size=self.world_size,
         )
-        self._pool = BufferPool(self.device)
-        self._gatherer = Gatherer(self.units, self.collectives, self._pool, self._record, self._active)
+        self.collectives.unit_names = [unit.unit.name for unit in self.units]
+        # Gradients are read by other ranks, gathered parameters are not.
+        self._pools = BufferPool(self.collectives.allocate), BufferPool(self._private)
+        for pool, buffers in zip(self._pools, (gradient_buffers, gathered_buffers), strict=True):
+            for (numel, dtype), count in buffers(self.layout, config).items():
+                pool.reserve(numel, held_dtype(dtype, config.precision), count=count)
+        self._gatherer = Gatherer(
+            self.units,
+            self.collectives,
+            self._pools[1],
+            self._record,
+            self._active,
+            keep=kept_gathered(self.layout, config),
+            prefetch=config.prefetch_units > 0,
+        )
         self.optimizer = FlatAdamW(config.optimizer, partition(self.units, self.collectives, config))
         self._reducer = Reducer(
             self.units,
             self.collectives,
-            self._pool,
+            self._pools[0],
             keep_full=config.stage <= 1,
             leaves=self._total,
             reproducible=config.reproducible,
+            overlap=config.overlap,
             active=self._active,
             after_reduce=self._after_reduce,
         )
+        self.collectives.publish(self._gathered_parts())
         if config.stage == 3:
             self._gatherer.install_hooks()
         exclude = {u.full.untyped_storage().data_ptr() for u in self.units if u.full is not None}
@@ -149,6 +174,7 @@ class ZeroEngine:
             self._saved.begin()
             self._trace_ended = False
         self._evaluating = not training
+        self._gatherer.begin("forward" if training else "evaluation")
         try:
             with self._timed("forward"), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return self.module(*self._cast(args), **self._cast(kwargs))
@@ -173,17 +199,16 @@ class ZeroEngine:
         self._saved.end()
         self._peak.sample(self.steps_done)
         self._reducer.begin_micro_batch()
-        self._gatherer.in_backward = True
+        self._gatherer.begin("backward")
         try:
             with self._timed("backward"):
                 (loss / self._total).backward()  # type: ignore[no-untyped-call]
                 self._reducer.end_micro_batch()
         finally:
-            self._gatherer.in_backward = False
             self._gatherer.release_all()
         self._losses.append(float(loss.detach()))
         self._trace_ended = True
-        self._round += 1
+        self._end_round()
         self._computed += 1
         if self._computed == len(self.micro_batches):
             self._serve_idle_rounds()
@@ -217,8 +242,9 @@ class ZeroEngine:
             rate = self.config.optimizer.lr if lr is None else lr
             self.optimizer.step(gradients, lr=rate, scale=coefficient)
         self._share_parameters()
-        sent, seconds = self.collectives.ledger.take()
-        return StepReport(self.steps_done, loss, grad_norm, coefficient, ballots, sent, seconds)
+        self.collectives.steps += 1
+        sent, transport, seconds = self.collectives.ledger.take()
+        return StepReport(self.steps_done, loss, grad_norm, coefficient, ballots, sent, transport, seconds)
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -237,9 +263,14 @@ class ZeroEngine:
         return self.train(False)
 
     def detach(self) -> None:
-        """Take the engine's hooks off the model, which is then an ordinary module with this rank's values."""
+        """Leave the group and take the hooks off the model: an ordinary module with this rank's values."""
         self._gatherer.remove_hooks()
         self._reducer.remove_hooks()
+        self.collectives.close()
+
+    def abort(self) -> None:
+        """From any thread: a rank that waits for another on this host fails now, with PeerLostError."""
+        self.collectives.abort()
 
     # -- what checkpoints and reports ask for -----------------------------------------------------
 
@@ -254,7 +285,8 @@ class ZeroEngine:
         parameters = sum(u.numel * u.dtype.itemsize for u in whole)
         parameters += sum(u.owned * u.dtype.itemsize for u in self.units if u.shard is not None)
         padding = sum((u.padded - u.numel) * u.dtype.itemsize for u in whole) + self._reducer.padding_bytes
-        buffers = self.collectives.staging.numel() + self._pool.allocated_bytes
+        buffers = self.collectives.staging.numel()
+        buffers += sum(pool.allocated_bytes for pool in self._pools)
         explained = parameters + padding + buffers + self._saved.peak
         explained += self._reducer.held_bytes + self.optimizer.held_bytes
         peak = max(self._peak.peak, self._peak.baseline)
@@ -300,7 +332,14 @@ class ZeroEngine:
         """After its last micro-batch a rank joins the rounds it has no share in, before anything else."""
         while self._round < budget.rounds(self._total, self.world_size):
             self._serve_round()
-            self._round += 1
+            self._end_round()
+
+    def _end_round(self) -> None:
+        """Before gradients are written over: every rank has read them. The last round ends with the step."""
+        self._round += 1
+        if self._round < budget.rounds(self._total, self.world_size):
+            self.collectives.fence()
+            self._reducer.free_buffers()
 
     def _serve_round(self) -> None:
         """Take part in a round's collectives without a micro-batch; all of its time counts as idle."""
@@ -338,28 +377,48 @@ class ZeroEngine:
             return [g.owned for g in self._reducer.gradients]
         held = []
         for gradient in self._reducer.gradients:
-            unit, full = gradient.unit, gradient.kept
-            assert full is not None
-            full[unit.start : unit.stop].copy_(gradient.owned)
-            self._gather(unit, full)
-            held.append(full[: unit.numel])
-        return held
+            assert gradient.kept is not None
+            gradient.kept[gradient.unit.start : gradient.unit.stop].copy_(gradient.owned)
+            held.append((gradient.unit, gradient.kept))
+        self._gather(held)
+        self.collectives.fence()  # the optimizer's kernel scales gradients in place
+        return [full[: unit.numel] for unit, full in held]
 
     def _share_parameters(self) -> None:
-        """Stages 1 and 2: owners send their updated parameters to all."""
+        """The update is done: stages 1 and 2 gather it; at stages 0 and 3 ranks only wait for all."""
         if self.config.stage in (1, 2):
-            for unit in self.units:
-                if unit.unit.trainable:
-                    assert unit.full is not None
-                    self._gather(unit, unit.full)
+            self._gather([(u, u.full) for u in self.units if u.unit.trainable and u.full is not None])
+        else:
+            self.collectives.fence()
 
-    def _gather(self, unit: FlatUnit, full: torch.Tensor) -> None:
-        self.collectives.gather_from_owners(full, unit.chunk, unit.numel, kind="gather", tag=unit.index)
+    def _gather(self, whole: Sequence[tuple[FlatUnit, torch.Tensor]]) -> None:
+        """Bring the owners' parts of these flat tensors, [padded] each, to all ranks."""
+        self.collectives.fence()
+        works: Pending = []
+        for unit, full in whole:
+            works += self.collectives.begin_gather(
+                full, unit.chunk, unit.numel, kind="gather", tag=unit.index
+            )
+        self.collectives.finish_gather(works)
+
+    def _gathered_parts(self) -> dict[int, torch.Tensor]:
+        """This rank's part of each unit as others gather it: of gradients at stage 0, else of parameters."""
+        if self.config.stage == 3:
+            return {unit.index: unit.shard for unit in self.units if unit.shard is not None}
+        if self.config.stage == 0:
+            whole = [(g.unit, g.kept) for g in self._reducer.gradients]
+        else:
+            whole = [(unit, unit.full) for unit in self.units]
+        return {unit.index: full[unit.start : unit.stop] for unit, full in whole if full is not None}
+
+    def _private(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _reset_round(self) -> None:
         self._round = self._computed = 0
         self._losses.clear()
         self._reducer.clear()
+        self._gatherer.end_step()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         reference = self._gatherer.reference(tensor)

@@ -4,6 +4,8 @@
     |- ConfigError          a setting cannot work; raised before anything is allocated
     |- ModelError           the model breaks a rule of the engine (sharing, dtype, changed trainability)
     |- UsageError           calls in the wrong order or number
+    |- DivergenceError      ranks are about to do different things
+    |- PeerLostError        another rank ended, left the group or does not answer
     |- NonFiniteError       a loss or a gradient norm is inf or nan
     `- CheckpointError      a checkpoint cannot be written, or read back exactly
 
@@ -25,6 +27,14 @@ class ModelError(ZeroError):
 
 class UsageError(ZeroError):
     """The engine's methods were called in the wrong order or number."""
+
+
+class DivergenceError(ZeroError):
+    """Ranks are about to do different things: another unit, another order, another size."""
+
+
+class PeerLostError(ZeroError):
+    """Another rank ended, left the group, or does not answer; or the group was aborted."""
 
 
 class NonFiniteError(ZeroError):

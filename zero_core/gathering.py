@@ -10,7 +10,7 @@ a module's outputs, serves modules that recompute their forward inside backward.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zero_core.buffers import BufferPool
-from zero_core.collectives import Collectives
+from zero_core.collectives import Collectives, Pending
 from zero_core.units import FlatUnit, UnitState
 
 
@@ -33,11 +33,40 @@ class _UnitReference:
     offset: int
 
 
+@dataclass(slots=True)
+class _Order:
+    """The units a pass gathers, in order: what it was in the step before tells what comes next.
+
+    Not what it was in the micro-batch before: all of a step's must gather alike, so that a rank without a
+    share in the last round can repeat what its own last micro-batch did.
+    """
+
+    before: list[FlatUnit] = field(default_factory=list)
+    now: list[FlatUnit] = field(default_factory=list)
+    position: int = 0
+
+    def begin(self) -> None:
+        self.now, self.position = [], 0
+
+    def end_step(self) -> None:
+        self.before = self.now
+
+    def needed(self, unit: FlatUnit) -> FlatUnit | None:
+        """Take note of a unit; returns the one that followed it last time, if the pass is the same so far."""
+        self.now.append(unit)
+        if self.position < len(self.before) and self.before[self.position] is unit:
+            self.position += 1
+            return self.before[self.position] if self.position < len(self.before) else None
+        self.position = len(self.before)  # another way through the model: nothing is known
+        return None
+
+
 class Gatherer:
     """Gathers and releases the units of one model.
 
     `active` says how many ranks (the first ones) take part in the current round with data of their own;
-    `trace` records the gathers of a micro-batch, so that an idle rank can take part in the same ones.
+    `record` takes the gathers of a micro-batch, so that an idle rank can take part in the same ones.
+    Units in `keep` stay whole from forward to backward; with `prefetch` the next unit is gathered ahead.
     """
 
     def __init__(
@@ -47,6 +76,9 @@ class Gatherer:
         pool: BufferPool,
         record: Callable[[FlatUnit, str], None],
         active: Callable[[], int],
+        *,
+        keep: frozenset[int],
+        prefetch: bool,
     ) -> None:
         self._units = units
         self._collectives = collectives
@@ -56,7 +88,28 @@ class Gatherer:
         self._in_use: dict[int, int] = {unit.index: 0 for unit in units}
         self._by_address: dict[int, FlatUnit] = {}
         self._handles: list[RemovableHandle] = []
-        self.in_backward = False
+        self._keep = keep
+        self._prefetch = prefetch
+        self._coming: dict[int, tuple[torch.Tensor, Pending]] = {}
+        """Gathered ahead and not used yet, by unit."""
+        self._held: set[int] = set()
+        """Units that stay whole until backward has used them."""
+        self._orders = {"forward": _Order(), "backward": _Order(), "evaluation": _Order()}
+        self._pass = "forward"
+
+    @property
+    def in_backward(self) -> bool:
+        return self._pass == "backward"
+
+    def begin(self, which: str) -> None:
+        """A pass begins: "forward", "backward" or "evaluation"."""
+        self._pass = which
+        self._orders[which].begin()
+
+    def end_step(self) -> None:
+        """What this step's passes gathered is expected of the next one's."""
+        for order in self._orders.values():
+            order.end_step()
 
     def install_hooks(self) -> None:
         """From now on every unit is gathered around its module's forward."""
@@ -74,16 +127,24 @@ class Gatherer:
     def gather(self, unit: FlatUnit) -> torch.Tensor:
         """The whole unit, [padded], gathered now if it is not there."""
         if unit.full is None:
-            kind = "gather_backward" if self.in_backward else "gather"
             self._make_room(unit)
-            flat = self._pool.lend(unit.capacity, unit.dtype)
-            self._fill(unit, flat, kind, self._active())
+            ahead = unit.index in self._coming
+            flat, pending = self._coming.pop(unit.index) if ahead else self._start(unit)
+            self._collectives.finish_gather(pending)
             unit.bind(flat, UnitState.GATHERED)
             if flat.numel():
                 self._by_address[flat.untyped_storage().data_ptr()] = unit
-            self._record(unit, kind)
+            following = self._orders[self._pass].needed(unit)
+            if self._prefetch and following is not None and following.full is None:
+                self._coming.setdefault(following.index, self._start(following))
         assert unit.full is not None
         return unit.full
+
+    def _start(self, unit: FlatUnit) -> tuple[torch.Tensor, Pending]:
+        kind = "gather_backward" if self.in_backward else "gather"
+        flat = self._pool.lend(unit.capacity, unit.dtype)
+        self._record(unit, kind)
+        return flat, self._fill(unit, flat, kind, self._active())
 
     def _make_room(self, unit: FlatUnit) -> None:
         """In backward a frozen unit has no reduction to end its use: the next module's gather does."""
@@ -103,6 +164,11 @@ class Gatherer:
 
     def release_all(self) -> None:
         """After backward, or after a failed forward: nothing stays gathered."""
+        for flat, pending in self._coming.values():
+            self._collectives.finish_gather(pending)
+            self._pool.take_back(flat)
+        self._coming.clear()
+        self._held.clear()
         for unit in self._units:
             self._in_use[unit.index] = 0
             self.release(unit)
@@ -110,7 +176,7 @@ class Gatherer:
     def serve(self, unit: FlatUnit, kind: str, active: int) -> None:
         """Give this idle rank's part of the unit to the ranks that work; nothing is kept."""
         flat = self._pool.lend(unit.capacity, unit.dtype)
-        self._fill(unit, flat, kind, active)
+        self._collectives.finish_gather(self._fill(unit, flat, kind, active))
         self._pool.take_back(flat)
 
     @contextmanager
@@ -119,17 +185,19 @@ class Gatherer:
         try:
             for unit in self._units:
                 flat = torch.empty(unit.padded, dtype=unit.dtype, device=self._collectives.device)
-                self._fill(unit, flat, "gather", self._collectives.world_size)
+                self._collectives.finish_gather(
+                    self._fill(unit, flat, "gather", self._collectives.world_size)
+                )
                 unit.bind(flat, UnitState.WHOLE)
             yield
         finally:
             for unit in self._units:
                 unit.unbind(self._collectives.device)
 
-    def _fill(self, unit: FlatUnit, flat: torch.Tensor, kind: str, active: int) -> None:
+    def _fill(self, unit: FlatUnit, flat: torch.Tensor, kind: str, active: int) -> Pending:
         assert unit.shard is not None
         flat[unit.start : unit.stop].copy_(unit.shard)
-        self._collectives.gather_from_owners(
+        return self._collectives.begin_gather(
             flat, unit.chunk, unit.numel, kind=kind, tag=unit.index, active=active
         )
 
@@ -156,7 +224,9 @@ class Gatherer:
             for unit in members:
                 self._in_use[unit.index] = max(0, self._in_use[unit.index] - 1)
                 # A forward that runs inside backward is a recomputation: backward needs the unit next.
-                if self._in_use[unit.index] == 0 and not self.in_backward:
+                if self._pass == "forward" and unit.index in self._keep:
+                    self._held.add(unit.index)
+                if self._in_use[unit.index] == 0 and not self.in_backward and unit.index not in self._held:
                     self.release(unit)
 
         return hook

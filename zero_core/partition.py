@@ -23,7 +23,7 @@ def partition(units: Sequence[FlatUnit], collectives: Collectives, config: ZeroC
             states.append(_states_of(unit, collectives, config))
         else:
             flat = _initial(unit, unit.dtype, collectives, config)
-            _place(unit, flat, collectives.device, stage=config.stage)
+            _place(unit, flat, collectives, stage=config.stage)
     return states
 
 
@@ -44,7 +44,7 @@ def _states_of(unit: FlatUnit, collectives: Collectives, config: ZeroConfig) -> 
     original = _initial(unit, torch.float32, collectives, config)
     mixed = unit.dtype != torch.float32
     master = original[start:stop].clone() if mixed else None
-    _place(unit, original.to(unit.dtype), device, stage=config.stage)
+    _place(unit, original, collectives, stage=config.stage)
     compute = unit.shard if unit.shard is not None else unit.full
     assert compute is not None
     if unit.shard is None:
@@ -70,10 +70,16 @@ def _initial(
     return flat
 
 
-def _place(unit: FlatUnit, flat: torch.Tensor, device: torch.device, *, stage: int) -> None:
-    """Let the unit live in `flat`, [padded] of its dtype, or in this rank's part of it at stage 3."""
+def _place(unit: FlatUnit, flat: torch.Tensor, collectives: Collectives, *, stage: int) -> None:
+    """Let the unit live where others can gather it from: whole, or this rank's part of it at stage 3.
+
+    flat: [padded] of any dtype, rounded here to the unit's.
+    """
     if stage == 3:
-        unit.shard = flat[unit.start : unit.stop].clone()
-        unit.unbind(device)
+        unit.shard = collectives.allocate(unit.owned, unit.dtype)
+        unit.shard.copy_(flat[unit.start : unit.stop])
+        unit.unbind(collectives.device)
     else:
-        unit.bind(flat, UnitState.WHOLE)
+        full = collectives.allocate(unit.padded, unit.dtype)
+        full.copy_(flat)
+        unit.bind(full, UnitState.WHOLE)

@@ -5,6 +5,9 @@ and the owned sums. A unit is reduced when all its gradients are there and all u
 last unit first, a fixed order, so that ranks whose autograd runs differ slightly still meet in the same
 collectives. Knows nothing of optimizers, nor of how parameters are held.
 
+A reduction goes on while backward fills the next unit (`overlap`); it is finished when that one starts, so a
+buffer rests for the time of one more reduction before it is lent again.
+
 One mechanism for all stages: every micro-batch is reduced to the owners. The stages differ in what they
 keep: whole flat gradients (0 and 1), or only the owned part (2 and 3), a whole one being borrowed
 while backward fills it.
@@ -18,7 +21,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zero_core.buffers import BufferPool
-from zero_core.collectives import Collectives
+from zero_core.collectives import Collectives, Exchange
 from zero_core.errors import ModelError
 from zero_core.summation import GradientSum, PairwiseTree, RankOrderSum
 from zero_core.units import FlatUnit
@@ -64,6 +67,7 @@ class Reducer:
         keep_full: bool,
         leaves: int,
         reproducible: bool,
+        overlap: bool,
         active: Callable[[], int],
         after_reduce: Callable[[FlatUnit], None],
     ) -> None:
@@ -72,6 +76,11 @@ class Reducer:
         self._keep_full = keep_full
         self._leaves = leaves
         self._reproducible = reproducible
+        self._overlap = overlap
+        self._under_way: tuple[Exchange, torch.Tensor | None] | None = None
+        """The reduction that goes on while backward fills the next unit, and the buffer it is read from."""
+        self._cooling: torch.Tensor | None = None
+        """The buffer of the one before: other ranks may still read it."""
         self._accumulates = leaves > collectives.world_size
         self._active = active
         self._after_reduce = after_reduce
@@ -93,6 +102,7 @@ class Reducer:
 
     def begin_micro_batch(self) -> None:
         """Forget what an interrupted backward may have left."""
+        self._finish_exchange()
         self._next = 0
         for gradient in self.gradients:
             gradient.filled = [False] * len(gradient.filled)
@@ -108,12 +118,20 @@ class Reducer:
             if any(gradient.filled):  # a gradient that came after its unit's turn
                 self._refuse_late(gradient)
                 self._reduce(gradient)
+        self._finish_exchange()
 
     def serve(self, unit: FlatUnit) -> None:
         """Take part in one reduction of a micro-batch this rank has no share in: sum, but add nothing."""
         gradient = self._by_unit[unit.index]
         gradient.reduced = False
         self._exchange(gradient)
+        self._finish_exchange()
+
+    def free_buffers(self) -> None:
+        """All ranks have read what they needed: every buffer is free again."""
+        if self._cooling is not None:
+            self._pool.take_back(self._cooling)
+            self._cooling = None
 
     def finish(self) -> None:
         """The step's gradient is complete: its fp32 sum, rounded once to the compute dtype at every stage."""
@@ -124,6 +142,7 @@ class Reducer:
 
     def clear(self) -> None:
         """After a step: the next micro-batch starts new sums."""
+        self.free_buffers()
         for gradient in self.gradients:
             gradient.total.clear()
 
@@ -148,7 +167,7 @@ class Reducer:
     def _allocate(self, gradient: UnitGradient) -> None:
         unit, device = gradient.unit, self._collectives.device
         if self._keep_full:
-            gradient.kept = torch.zeros(unit.padded, dtype=unit.dtype, device=device)
+            gradient.kept = self._collectives.allocate(unit.padded, unit.dtype)
         if self._reproducible:
             gradient.total = PairwiseTree(unit.owned, leaves=self._leaves, device=device)
         elif gradient.kept is not None and not self._accumulates:
@@ -204,16 +223,27 @@ class Reducer:
         self._after_reduce(gradient.unit)
 
     def _exchange(self, gradient: UnitGradient) -> None:
-        unit = gradient.unit
-        self._collectives.reduce_to_owners(
-            self._filling(gradient),
-            unit.chunk,
-            unit.numel,
-            gradient.total,
-            active=self._active(),
-            tag=unit.index,
+        """Start the unit's reduction, after the one before has ended."""
+        self._finish_exchange()
+        unit, full = gradient.unit, self._filling(gradient)
+        exchange = self._collectives.begin_reduce(
+            full, unit.chunk, unit.numel, gradient.total, active=self._active(), tag=unit.index
         )
-        self._give_back(gradient)
+        self._under_way = exchange, gradient.borrowed
+        gradient.borrowed = None
+        if not self._overlap:
+            self._finish_exchange()
+
+    def _finish_exchange(self) -> None:
+        if self._under_way is None:
+            return
+        (exchange, buffer), self._under_way = self._under_way, None
+        self._collectives.finish_reduce(exchange)
+        # Every rank that had this one announced had finished the one before.
+        self.free_buffers()
+        self._cooling = buffer
+        if self._collectives.world_size == 1:
+            self.free_buffers()
 
     def _filling(self, gradient: UnitGradient) -> torch.Tensor:
         """Where the unit's gradients of this micro-batch go: [padded], arbitrary where not filled."""

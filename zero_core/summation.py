@@ -64,9 +64,15 @@ class RankOrderSum:
 
     def absorb(self, start: int, parts: Sequence[torch.Tensor]) -> None:
         out = self.owned[start : start + parts[0].numel()]
+        scratch = torch.empty(min(_RUN, out.numel()), dtype=torch.float32, device=out.device)
+        plain = not self._started and all(part.dtype == out.dtype == torch.float32 for part in parts)
         for begin in range(0, out.numel(), _RUN):
             run = slice(begin, begin + _RUN)
-            total = _widened(parts[0][run])
+            if plain and len(parts) == 2:
+                torch.add(parts[0][run], parts[1][run], out=out[run])
+                continue
+            # Not summed in place: `out` may be one of the parts.
+            total = scratch[: out[run].numel()].copy_(parts[0][run])
             for part in parts[1:]:
                 total += part[run]
             out[run].add_(total) if self._started else out[run].copy_(total)

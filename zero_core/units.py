@@ -90,6 +90,12 @@ class FlatUnit:
         return flat
 
 
+def held_dtype(name: str, precision: str) -> torch.dtype:
+    """The dtype a unit of layout dtype `name` is held in."""
+    found: torch.dtype = COMPUTE_DTYPES[precision] if name == "compute" else getattr(torch, name)
+    return found
+
+
 def bind_units(
     model: nn.Module, *, precision: str, tile: int, rank: int, world_size: int
 ) -> tuple[Layout, list[FlatUnit]]:
@@ -123,7 +129,7 @@ def bind_units(
                 unit=unit,
                 module=by_boundary.get(unit.name, model),
                 parameters=tuple(named[slot.name] for slot in unit.slots),
-                dtype=COMPUTE_DTYPES[precision] if unit.dtype == "compute" else getattr(torch, unit.dtype),
+                dtype=held_dtype(unit.dtype, precision),
                 start=start,
                 stop=stop,
                 chunk=layout.chunk(index),

@@ -1,0 +1,284 @@
+"""How two ranks tell each other what they are about to do, and find out that they disagree.
+
+Every collective is announced: each rank tells every other a `Notice`, and compares the ones it hears with its
+own, in order. Ranks that diverge (another branch, another number of calls, another size) get an error that
+names both, before any data are read. The n-th notice heard from a rank also says that it has finished with
+everything it announced before.
+
+Ranks on one host are linked by a Unix socket, which also hands over the memory they read from each other and
+ends when the other process does. Other pairs exchange notices as small messages over the process group.
+Knows nothing of gradients, parameters or sums.
+"""
+
+import contextlib
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zero_core.errors import ConfigError, DivergenceError, PeerLostError
+from zero_core.sharing import PeerMemory, SharedArena
+
+_HEADER = struct.Struct("<iiqqi")
+_HELLO = struct.Struct("<i16s")
+_NOTICE_TAG = (1 << 30) + 1
+_PATIENCE_BYTES = 1 << 14
+"""Notices that nobody waits for are collected up to so many bytes: a full socket must never block a rank."""
+
+
+_HANDSHAKE_S = 30.0
+"""Longest wait for another rank of this host while links are made: all are building their engines then."""
+
+
+class Kind(IntEnum):
+    """What a notice announces."""
+
+    REDUCE = 1
+    GATHER = 2
+    NUMBERS = 3
+    FENCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One collective as one rank sees it.
+
+    unit    the unit's index, -1 where there is none
+    numel   elements of the unit, or of the row of numbers
+    offset  where the rank's contribution lies in its own shared memory; may differ between ranks
+    row     fp64 numbers that travel with it
+    """
+
+    kind: Kind
+    unit: int = -1
+    numel: int = 0
+    offset: int = 0
+    row: tuple[float, ...] = ()
+
+    def agrees(self, other: "Notice") -> bool:
+        return (self.kind, self.unit, self.numel) == (other.kind, other.unit, other.numel)
+
+    def pack(self) -> bytes:
+        head = _HEADER.pack(self.kind, self.unit, self.numel, self.offset, len(self.row))
+        return head + struct.pack(f"<{len(self.row)}d", *self.row)
+
+    def describe(self, unit_names: Sequence[str]) -> str:
+        if self.kind is Kind.NUMBERS:
+            return f"the end of a step ({self.numel} numbers)"
+        if self.kind is Kind.FENCE:
+            return "the end of a round"
+        known = 0 <= self.unit < len(unit_names)
+        name = (unit_names[self.unit] or "the root unit") if known else f"unit {self.unit}"
+        verb = "the reduction" if self.kind is Kind.REDUCE else "the gathering"
+        return f"{verb} of {name} ({self.numel:,} elements)"
+
+
+class Agreement:
+    """The notices of this rank that one peer's have not been compared with yet."""
+
+    def __init__(self, rank: int, peer: int, unit_names: Callable[[], Sequence[str]]) -> None:
+        self.rank = rank
+        self.peer = peer
+        self._unit_names = unit_names
+        self._open: deque[Notice] = deque()
+
+    def expect(self, mine: Notice) -> None:
+        self._open.append(mine)
+
+    def compare(self, theirs: Notice) -> None:
+        """Raise DivergenceError unless the peer's next notice is what this rank's was."""
+        mine, names = self._open.popleft(), self._unit_names()
+        if not mine.agrees(theirs):
+            raise DivergenceError(
+                f"rank {self.rank} is at {mine.describe(names)} where rank {self.peer} is at "
+                f"{theirs.describe(names)}: every rank must use the same modules in the same order, with the "
+                "same sizes; look for a branch, loop or evaluation that depends on the rank or on its data"
+            )
+
+
+class LocalLink:
+    """The link to a rank on this host."""
+
+    def __init__(
+        self, agreement: Agreement, connection: socket.socket, memory: PeerMemory, *, timeout_s: float
+    ) -> None:
+        self.peer = agreement.peer
+        self.memory = memory
+        self.published: dict[int, int] = {}
+        """Where the peer's own part of each unit lies in its memory."""
+        self.latest: dict[Kind, Notice] = {}
+        """The newest notice of each kind that was heard."""
+        self._heard = 0
+        self._agreement = agreement
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+        connection.settimeout(timeout_s)
+
+    def tell(self, notice: Notice, *, at_once: bool) -> None:
+        """Announce a collective. What nobody waits for may travel with the next one that somebody does."""
+        self._agreement.expect(notice)
+        self._outgoing += notice.pack()
+        if at_once or len(self._outgoing) > _PATIENCE_BYTES:
+            self._flush()
+
+    def hear(self, through: int) -> None:
+        """Wait until the peer has told `through` notices in all, and compare each with this rank's.
+
+        Raises DivergenceError, or PeerLostError if the peer's process or its engine is gone, if it does not
+        answer in time, or if `abort` was called.
+        """
+        self._flush()
+        while self._heard < through:
+            notice = self._receive()
+            self._agreement.compare(notice)
+            self._heard += 1
+            self.latest[notice.kind] = notice
+
+    def abort(self) -> None:
+        """From any thread: whoever waits on this link fails now."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+        self.memory.close()
+
+    def _flush(self) -> None:
+        if self._outgoing:
+            try:
+                self._connection.sendall(self._outgoing)
+            except OSError as error:
+                raise self._lost(error) from error
+            self._outgoing.clear()
+
+    def _receive(self) -> Notice:
+        kind, unit, numel, offset, count = _HEADER.unpack(self._take(_HEADER.size))
+        row = struct.unpack(f"<{count}d", self._take(8 * count))
+        return Notice(Kind(kind), unit, numel, offset, row)
+
+    def _take(self, size: int) -> bytes:
+        while len(self._incoming) < size:
+            try:
+                received = self._connection.recv(1 << 16)
+            except OSError as error:
+                raise self._lost(error) from error
+            if not received:
+                raise self._lost(None)
+            self._incoming += received
+        taken = bytes(self._incoming[:size])
+        del self._incoming[:size]
+        return taken
+
+    def _lost(self, error: OSError | None) -> PeerLostError:
+        if isinstance(error, TimeoutError):
+            return PeerLostError(
+                f"rank {self._agreement.rank} waited {self._timeout_s:g} s for rank {self.peer}, which said "
+                "nothing: it hangs, or is slower than collective_timeout_s allows"
+            )
+        return PeerLostError(
+            f"rank {self.peer} has left the group of rank {self._agreement.rank}: its process ended, its "
+            "engine was closed, or the group was aborted"
+        )
+
+
+class RemoteNotices:
+    """Notices between this rank and one on another host, over the process group."""
+
+    def __init__(self, agreement: Agreement, group: dist.ProcessGroup) -> None:
+        self.peer = agreement.peer
+        self._agreement = agreement
+        self._group = group
+        self._sent: dist.Work | None = None
+        self._out = torch.zeros(4, dtype=torch.int64)
+        self._in = torch.zeros(4, dtype=torch.int64)
+
+    def tell(self, notice: Notice) -> None:
+        self._agreement.expect(notice)
+        self._out.copy_(torch.tensor([notice.kind, notice.unit, notice.numel, 0]))
+        self._sent = dist.isend(self._out, group=self._group, group_dst=self.peer, tag=_NOTICE_TAG)
+
+    def hear(self) -> None:
+        """Wait for the peer's notice and compare it. Raises DivergenceError."""
+        received = dist.irecv(self._in, group=self._group, group_src=self.peer, tag=_NOTICE_TAG)
+        assert received is not None
+        assert self._sent is not None
+        received.wait()
+        self._sent.wait()
+        kind, unit, numel, _ = self._in.tolist()
+        self._agreement.compare(Notice(Kind(kind), unit, numel))
+
+
+def host_identity() -> str:
+    """The same for two processes that can share memory and a Unix socket, different otherwise."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    network = Path("/proc/self/ns/net")
+    if not boot.exists() or not network.exists():
+        return secrets.token_hex(16)  # not Linux: nobody is near
+    return f"{boot.read_text().strip()}:{network.stat().st_ino}"
+
+
+def connect(
+    group: dist.ProcessGroup,
+    arena: SharedArena,
+    unit_names: Callable[[], Sequence[str]],
+    *,
+    timeout_s: float,
+) -> dict[int, LocalLink]:
+    """Link this rank with all others of the group that run on this host. Collective."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    token = secrets.token_bytes(16)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(b"\0elastic-zero-" + token.hex().encode())
+        listener.listen(world_size)
+        listener.settimeout(_HANDSHAKE_S)
+        table: list[tuple[str, bytes]] = [("", b"")] * world_size
+        dist.all_gather_object(table, (host_identity(), token), group=group)
+        near = [peer for peer, (host, _) in enumerate(table) if peer != rank and host == table[rank][0]]
+        links = {}
+        try:
+            for peer in (p for p in near if p < rank):
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.settimeout(_HANDSHAKE_S)
+                connection.connect(b"\0elastic-zero-" + table[peer][1].hex().encode())
+                socket.send_fds(connection, [_HELLO.pack(rank, table[peer][1])], [arena.descriptor])
+                links[peer] = _linked(connection, rank, peer, token, unit_names, timeout_s)
+            for _ in (p for p in near if p > rank):
+                connection, _ = listener.accept()
+                connection.settimeout(_HANDSHAKE_S)
+                link = _linked(connection, rank, None, token, unit_names, timeout_s)
+                socket.send_fds(connection, [_HELLO.pack(rank, table[link.peer][1])], [arena.descriptor])
+                links[link.peer] = link
+        except OSError as error:
+            raise ConfigError(
+                f"rank {rank} cannot share memory with ranks {near} of this host: {error}; "
+                "let the processes see each other, or set transport to 'network'"
+            ) from error
+    return links
+
+
+def _linked(
+    connection: socket.socket,
+    rank: int,
+    peer: int | None,
+    token: bytes,
+    unit_names: Callable[[], Sequence[str]],
+    timeout_s: float,
+) -> LocalLink:
+    """Take the other side's greeting, which must show this rank's token, and the memory beside it."""
+    greeting, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    if len(greeting) != _HELLO.size or len(descriptors) != 1:
+        raise ConnectionError(f"a greeting of {len(greeting)} bytes with {len(descriptors)} descriptors")
+    sender, shown = _HELLO.unpack(greeting)
+    if not secrets.compare_digest(shown, token) or peer not in (None, sender):
+        raise ConnectionError(f"a greeting from rank {sender} that does not know this rank")
+    agreement = Agreement(rank, sender, unit_names)
+    return LocalLink(agreement, connection, PeerMemory(descriptors[0]), timeout_s=timeout_s)
