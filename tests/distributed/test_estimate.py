@@ -62,7 +62,7 @@ def measure(rank: int, world: int, width: int) -> dict[tuple[int, str, int], dic
 
 
 def test_what_is_estimated_is_what_is_measured() -> None:
-    """Fault E22: an estimator without stage 1, and with wrong multipliers. To the byte and the element."""
+    """There an estimator had no stage 1 and wrong multipliers; here it holds to the byte and the element."""
     psi = LAYERS * WIDTH**2
     ranks = run_ranks(2, measure, WIDTH)
     for (stage, precision, micro_batches), first in ranks[0].items():
