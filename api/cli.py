@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from api import render, server_file
+from api import planning, render, server_file
 from api.client import Client, ClientError, Refused, Unreachable
 from api.connection import NoService, connect
 from api.narrator import Narrator
@@ -31,8 +31,11 @@ from api.token_file import TokenFileError
 from service.errors import ServiceError
 from service.local_ray import LocalRay
 from service.settings import Settings
+from workers.spec import JobSpec
+from zero_core.errors import ConfigError
 
 FAILED = 1
+WRONG_USAGE = 2
 UNREACHABLE = 3
 END_TIMEOUT_S = 60.0
 
@@ -49,6 +52,8 @@ class _Commands(TyperGroup):
             _fail(str(error), UNREACHABLE)
         except Refused as error:
             _fail(f"{error.code}: {error.detail}", FAILED, error.members.get("errors"))
+        except (planning.WrongUsage, ConfigError) as error:
+            _fail(str(error), WRONG_USAGE)
         except (ClientError, ServiceError, TokenFileError, UserMistake) as error:
             _fail(str(error), FAILED)
 
@@ -166,13 +171,83 @@ def submit(
 
 
 @app.command()
-def plan(context: typer.Context, file: FileArgument) -> None:
-    """Show what a job would need on each rank, and whether it fits; exit code 1 if not."""
-    with _of(context).client() as client:
-        answer = client.plan(_specification(file))
-    _out.print(render.plan_table(answer))
-    if not answer.fits:
-        raise typer.Exit(FAILED)
+def plan(
+    context: typer.Context,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Job specification, YAML or JSON; or --params.")
+    ] = None,
+    params: Annotated[
+        str | None,
+        typer.Option(
+            help="Parameters of a model: 7.5e9, 7.5B. Without it, 12 x layers x hidden^2.", metavar="N"
+        ),
+    ] = None,
+    dp: Annotated[
+        int | None, typer.Option(help="Data-parallel ranks; FILE: its workers.wanted, else 1.")
+    ] = None,
+    mp: Annotated[int | None, typer.Option(help="Model-parallel degree; 1 without it.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; bf16 without it.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, adam or sgd (with momentum); adamw without it.")
+    ] = None,
+    device_bytes: Annotated[
+        str | None, typer.Option(help="Memory of a device, as 32GB: adds the largest model.", metavar="BYTES")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Transformer blocks, for activations.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples in a rank's micro-batch.")] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens in a sample.")] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Keep the blocks' inputs only.")
+    ] = False,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Keep the input of every K-th block; 1 without it.")
+    ] = None,
+    partition_activations: Annotated[
+        bool, typer.Option("--partition-activations", help="Pa: split checkpoints over the mp ranks.")
+    ] = False,
+    host_checkpoints: Annotated[
+        bool, typer.Option("--host-checkpoints", help="Checkpoints in host memory.")
+    ] = False,
+    fits: Annotated[
+        bool,
+        typer.Option(
+            "--fits", help="Ask the service whether FILE's job fits the cluster; exit code 1 if not."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What each rank would hold and send at every stage: of a job (FILE), or of any model (--params).
+
+    Pure arithmetic, made here, without the service. Only with --fits the service is asked.
+    """
+    of_model = {
+        "--params": params,
+        "--mp": mp,
+        "--precision": precision,
+        "--optimizer": optimizer,
+        "--layers": layers,
+        "--hidden": hidden,
+        "--batch": batch,
+        "--sequence": sequence,
+        "--checkpointing": checkpointing or None,
+        "--checkpoint-every": checkpoint_every,
+        "--partition-activations": partition_activations or None,
+        "--host-checkpoints": host_checkpoints or None,
+    }
+    given = _given(of_model)
+    if fits:
+        _fits(context, file, [*given, *_given({"--dp": dp, "--device-bytes": device_bytes})], as_json=as_json)
+        return
+    if file is not None:
+        job = _valid(_specification(file), file)
+        plans = planning.of_job_options(job, given, dp=dp, device_bytes=device_bytes)
+    else:
+        plans = planning.of_model_options(given, dp=dp, device_bytes=device_bytes)
+    if as_json:
+        typer.echo(json.dumps(plans.as_json()))
+    else:
+        _out.print(render.stages_table(plans))
 
 
 @app.command()
@@ -288,6 +363,40 @@ def demo() -> None:
         run(_out)
     except DemoFailed as error:
         raise UserMistake(f"the demo failed: {error}") from error
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _fits(context: typer.Context, file: Path | None, others: list[str], *, as_json: bool) -> None:
+    """Ask the service about the job in `file`, at the workers it wants; `others` are options given beside."""
+    if file is None:
+        raise planning.WrongUsage("--fits asks the service about a job: give its FILE")
+    if others:
+        raise planning.WrongUsage(
+            f"--fits asks the service about FILE as it is; leave out {', '.join(others)}"
+        )
+    with _of(context).client() as client:
+        answer = client.plan(_specification(file))
+    if as_json:
+        typer.echo(answer.model_dump_json())
+    else:
+        _out.print(render.plan_table(answer))
+    if not answer.fits:
+        raise typer.Exit(FAILED)
+
+
+def _valid(content: dict[str, Any], file: Path) -> JobSpec:
+    """The job in `content`, read from `file`, checked here as the service would."""
+    try:
+        return JobSpec.model_validate(content)
+    except ValidationError as error:
+        said = "; ".join(
+            f"{'.'.join(map(str, item['loc'])) or 'the job'}: {item['msg'].removeprefix('Value error, ')}"
+            for item in error.errors()
+        )
+        raise UserMistake(f"{file} is no job specification: {said}") from error
 
 
 def _of(context: typer.Context) -> Options:

@@ -1,6 +1,6 @@
 """What the command line and the demo show: jobs, ranks, plans and events as tables and lines of text.
 
-Turns wire objects into rich's renderables; asks the service nothing.
+Turns wire objects and plans into rich's renderables; asks the service nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from api.planning import StagePlans
 from api.schemas import CheckpointOut, EventOut, JobOut, PlanOut, ReportOut
 from workers.reports import MemoryUse
 
 MEMORY_HEADING = "each rank's throughput, and its memory in MiB (below: as predicted before it started)"
 
 _MIB = 1 << 20
+_DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _STATE_STYLES = {
     "succeeded": "green",
     "running": "green",
@@ -33,6 +35,14 @@ _CATEGORIES: tuple[tuple[str, str], ...] = (
     ("padding", "pad"),
     ("unattributed", "other"),
 )
+
+
+_BESIDE: Mapping[str, str] = {
+    "tile_rounding": " of them, tile rounding",
+    "padding": "padding",
+    "communication_buffer": "communication buffers",
+    "activation": "activations",
+}
 
 
 def jobs_table(jobs: Sequence[JobOut]) -> Table:
@@ -110,6 +120,35 @@ def plan_table(plan: PlanOut) -> RenderableType:
     return Group(*lines, Text(f"{plan.parameters:,} parameters"), table)
 
 
+def stages_table(plans: StagePlans) -> RenderableType:
+    """What each rank would hold and send at every stage; the stage that a job asks for is marked."""
+    facts, stages = plans.facts, plans.stages
+    degrees = f"{facts['dp']} data-parallel ranks" + (f" x {facts['mp']}" if facts["mp"] > 1 else "")
+    about = f"{facts['parameters']:,} parameters, {degrees}, {facts['precision']}, {facts['optimizer']}"
+    table = Table(box=None, pad_edge=False)
+    table.add_column("largest rank at stage", no_wrap=True)
+    for stage in stages:
+        own = stage == facts.get("stage")
+        table.add_column(f"{stage} (the job's)" if own else f"{stage}", justify="right")
+    rows: list[tuple[str, list[str]]] = [
+        ("parameters", [size(plan.parameter_bytes) for plan in stages.values()]),
+        ("gradients", [size(plan.gradient_bytes) for plan in stages.values()]),
+        ("optimizer states", [size(plan.optimizer_bytes) for plan in stages.values()]),
+        ("model states", [size(plan.model_state_bytes) for plan in stages.values()]),
+    ]
+    for name in stages[0].beside:
+        rows.append((_BESIDE[name], [size(plan.beside[name]) for plan in stages.values()]))
+    if all(plan.total_bytes is not None for plan in stages.values()):
+        rows.append(("together", [size(plan.total_bytes or 0) for plan in stages.values()]))
+    rows.append(("elements sent a step", [count(plan.wire_elements) for plan in stages.values()]))
+    if "device_bytes" in facts:
+        cells = [count(plan.largest_model or 0) for plan in stages.values()]
+        rows.append((f"largest in {size(facts['device_bytes'])}", cells))
+    for name, cells in rows:
+        table.add_row(name, *cells)
+    return Group(Text(about), *(Text(f"  {note}") for note in plans.notes), table)
+
+
 def event_line(event: EventOut) -> Text:
     """One event as a line: the step where it happened, what it was, and what matters of it."""
     describe = _EVENTS.get(event.kind)
@@ -130,6 +169,19 @@ def loss(value: float | None) -> str:
 
 def seconds(value: float) -> str:
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def count(value: float) -> str:
+    """Elements or parameters: all digits while they are few."""
+    if value < 10**7:
+        return f"{value:,.0f}"
+    return f"{value / 1e9:,.2f}e9" if value >= 10**9 else f"{value / 1e6:,.2f}e6"
+
+
+def size(value: int) -> str:
+    """Bytes in decimal units, as the ZeRO paper counts them."""
+    unit, divisor = next(((u, d) for u, d in _DECIMAL if abs(value) >= d), ("B", 1))
+    return f"{value:,} B" if divisor == 1 else f"{value / divisor:,.2f} {unit}"
 
 
 def _over(measured: MemoryUse, predicted: MemoryUse, category: str) -> Text:

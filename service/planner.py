@@ -4,16 +4,18 @@ Pure arithmetic over layouts: loads no torch, and asks no one. A user's own mode
 runs; then only its CPUs, GPUs and reserved memory are checked, and the plan says so.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import get_args
 
 from service.cluster import ClusterView
-from service.errors import ImpossibleResize
+from service.errors import ImpossibleResize, InvalidRequest
 from service.jobs import check_workers
 from service.scheduler import Room, describe, total_room
 from workers.engine_config import engine_config
 from workers.model_shapes import gpt_activation_bytes, gpt_parameters, gpt_unit_of
 from workers.spec import GPTModel, JobSpec, Resources
-from zero_core.budget import Budget, predict
+from zero_core.budget import Budget, predict, tile_rounding, wire_elements
+from zero_core.config import Stage
 from zero_core.layout import Layout, build_layout
 
 PROCESS_BYTES = 300 << 20
@@ -66,6 +68,62 @@ def plan(spec: JobSpec, view: ClusterView | None, *, workers: int | None = None)
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StageBudget:
+    """What a job would hold and send at one stage.
+
+    largest        bytes by category of rank 0, which holds the most
+    tile_rounding  its model states beyond those of an even share, because cuts fall between tiles
+    wire           elements a rank sends in a step by kind, on average
+    """
+
+    largest: Budget
+    tile_rounding: int
+    wire: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StageBudgets:
+    """A job at every stage, whichever it asks for, on so many ranks.
+
+    parameters  psi, tied ones counted once
+    notes       why the job could not have so many ranks, if so
+    """
+
+    workers: int
+    parameters: int
+    stages: dict[Stage, StageBudget]
+    notes: tuple[str, ...]
+
+
+def every_stage(spec: JobSpec, *, workers: int | None = None) -> StageBudgets:
+    """The job at each stage on `workers` ranks (default: those wanted at the start), over its exact layout.
+
+    Raises InvalidRequest for a user's own model, of which nothing is known before it runs.
+    """
+    n = workers or spec.workers.wanted
+    layout = _layout(spec, n)
+    if layout is None:
+        raise InvalidRequest(
+            f"the model of job {spec.name!r} is its own, and its parameters are known only once it runs; "
+            "give their number instead of the file"
+        )
+    notes: tuple[str, ...] = ()
+    try:
+        check_workers(spec, n)
+    except ImpossibleResize as error:
+        notes = (error.message,)
+    stages: dict[Stage, StageBudget] = {}
+    for stage in get_args(Stage):
+        config = replace(engine_config(spec), stage=stage)
+        stages[stage] = StageBudget(
+            predict(layout, config, 0, activation_bytes=_activations(spec)),
+            tile_rounding(layout, config, 0),
+            wire_elements(layout, config),
+        )
+    return StageBudgets(n, layout.numel(), stages, notes)
+
+
 def check_resize(spec: JobSpec, workers: int, view: ClusterView) -> None:
     """Raise ImpossibleResize, with what is in the way, where the job can never have so many workers there."""
     check_workers(spec, workers)
@@ -90,14 +148,17 @@ def _layout(spec: JobSpec, workers: int) -> Layout | None:
 
 
 def _budget(spec: JobSpec, layout: Layout) -> Budget:
+    return predict(layout, engine_config(spec), 0, activation_bytes=_activations(spec))
+
+
+def _activations(spec: JobSpec) -> int:
     assert isinstance(spec.model, GPTModel)
-    activations = gpt_activation_bytes(
+    return gpt_activation_bytes(
         spec.model,
         sequence_length=spec.sequence_length,
         micro_batch=spec.micro_batch,
         precision=spec.precision,
     )
-    return predict(layout, engine_config(spec), 0, activation_bytes=activations)
 
 
 def _host_bytes(resources: Resources, budget: Budget | None) -> int:

@@ -1,15 +1,17 @@
 """What a rank will hold and send, computed before anything is allocated.
 
 The arithmetic mirrors what the engine allocates, buffer by buffer, over the same layout; a test holds
-the two together to the byte. For Adam in mixed precision the model states come out as in the ZeRO
-paper (arXiv 1910.02054, section 5): 16, 4 + 12/N, 2 + 14/N and 16/N bytes per parameter.
+the two together to the byte. What an element takes is said in `estimate`; here it is summed over the units,
+with what each of them rounds up: to whole tiles at its owners, and to whole chunks in its buffers.
 
 Plain integers: knows neither torch nor a process group.
 """
 
 from dataclasses import dataclass
 
+from zero_core import estimate
 from zero_core.config import ITEM_BYTES, ZeroConfig
+from zero_core.estimate import Formula, gradient_sum_bytes, wire_volume
 from zero_core.layout import Layout
 from zero_core.residency import buffer_bytes, gathered_buffers, gradient_buffers, item_bytes, kept_gathered
 
@@ -46,34 +48,53 @@ def rounds(micro_batches: int, world_size: int) -> int:
 
 def predict(layout: Layout, config: ZeroConfig, rank: int, *, activation_bytes: int = 0) -> Budget:
     """The bytes `rank` will hold under `layout`, which carries the world size."""
-    item = ITEM_BYTES[config.precision]
-    accumulates = rounds(config.micro_batches or layout.world_size, layout.world_size) > 1
+    formula = _formula(layout, config)
     parameters = gradients = optimizer = padding = 0
     for index, unit in enumerate(layout.units):
         width = item_bytes(unit.dtype, config.precision)
         start, stop = layout.owned(index, rank)
-        owned, tail = stop - start, layout.padded(index) - unit.numel
-        if config.stage == 3:
-            parameters += owned * width
-        else:
-            parameters += unit.numel * width
+        states = formula.states(unit.numel, stop - start, width=width, trainable=unit.trainable)
+        parameters += states.parameters
+        gradients += states.gradients
+        optimizer += states.optimizer_states
+        tail = layout.padded(index) - unit.numel
+        if config.stage != 3:
             padding += tail * width
-        if not unit.trainable:
-            continue
-        if config.stage <= 1:
-            gradients += unit.numel * item
-            padding += tail * item
-        if config.reproducible:
-            gradients += owned * 4 * (config.micro_batches or layout.world_size).bit_length()
-        elif config.stage >= 2 or accumulates:
-            gradients += owned * (4 if accumulates else item)
-        optimizer += (unit.numel if config.stage == 0 else owned) * optimizer_bytes(config.precision)
+        if config.stage <= 1 and unit.trainable:
+            padding += tail * formula.item
     return Budget(parameters, gradients, optimizer, _communication(layout, config), activation_bytes, padding)
 
 
 def optimizer_bytes(precision: str) -> int:
-    """fp32 momentum and variance, and an fp32 master where the parameters themselves are not fp32."""
-    return 8 if precision == "fp32" else 12
+    """K of AdamW: fp32 momentum and variance, and an fp32 master where parameters are not fp32."""
+    return estimate.optimizer_bytes(ITEM_BYTES[precision], estimate.moments_of("adamw"))
+
+
+def tile_rounding(layout: Layout, config: ZeroConfig, rank: int) -> int:
+    """Bytes of `rank`'s states of trainable parameters beyond those of an even share, ceil(psi / N) elements.
+
+    There are some because cuts fall between tiles. They are part of what `predict` gives, the part that
+    `estimate.model_states` cannot see; fewer than none on a rank that owns less than an even share.
+    """
+    formula = _formula(layout, config)
+    whole = layout.numel(trainable=True)
+    owned = 0
+    for index, unit in enumerate(layout.units):
+        if unit.trainable:
+            start, stop = layout.owned(index, rank)
+            owned += stop - start
+    even = -(-whole // layout.world_size)
+    return formula.states(whole, owned).total - formula.states(whole, even).total
+
+
+def _formula(layout: Layout, config: ZeroConfig) -> Formula:
+    world = layout.world_size
+    return Formula(
+        stage=config.stage,
+        item=ITEM_BYTES[config.precision],
+        optimizer_bytes=optimizer_bytes(config.precision),
+        sum_bytes=gradient_sum_bytes(config.micro_batches or world, world, reproducible=config.reproducible),
+    )
 
 
 def _communication(layout: Layout, config: ZeroConfig) -> int:
@@ -83,22 +104,13 @@ def _communication(layout: Layout, config: ZeroConfig) -> int:
 
 
 def wire_elements(layout: Layout, config: ZeroConfig) -> dict[str, float]:
-    """Elements a rank sends in a step by kind, on average over the ranks.
-
-    The paper's 2 psi for stages 0 to 2 and 3 psi for stage 3, times (N - 1) / N, with one micro-batch for
-    each rank; reductions, and stage 3's gathers, recur with every round of micro-batches.
-    """
-    world = layout.world_size
-    share = (world - 1) / world
-    micro_batches = config.micro_batches or world
-    psi, frozen = layout.numel(trainable=True), layout.numel(trainable=False)
-    # A micro-batch moves a whole gradient less the part its own rank owns; gathers reach working ranks only.
-    passes = micro_batches / world
-    volume = {"reduce": psi * share * passes}
-    if config.stage <= 2:
-        volume["gather"] = psi * share
-    else:
-        volume["gather"] = (psi + frozen) * share * passes
-        kept = sum(layout.units[index].numel for index in kept_gathered(layout, config))
-        volume["gather_backward"] = (psi + frozen - kept) * share * passes
-    return volume
+    """Elements a rank sends in a step by kind, on average over the ranks; see `estimate.wire_volume`."""
+    volume = wire_volume(
+        layout.numel(trainable=True),
+        layout.numel(trainable=False),
+        stage=config.stage,
+        world_size=layout.world_size,
+        micro_batches=config.micro_batches or layout.world_size,
+        kept=sum(layout.units[index].numel for index in kept_gathered(layout, config)),
+    )
+    return {kind: float(elements) for kind, elements in volume.items()}

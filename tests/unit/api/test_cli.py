@@ -102,12 +102,14 @@ def test_logs(service: Running, folder: Path) -> None:
     assert "worker" in refused.stderr
 
 
-def test_a_plan_and_one_that_does_not_fit(service: Running, folder: Path) -> None:
-    planned = _run(folder, "plan", str(folder / "job.yaml"))
+def test_a_job_that_fits_and_one_that_does_not(service: Running, folder: Path) -> None:
+    planned = _run(folder, "plan", str(folder / "job.yaml"), "--fits")
     assert planned.exit_code == 0
     assert "2 workers: fits" in planned.stdout
+    told = json.loads(_run(folder, "plan", str(folder / "job.yaml"), "--fits", "--json").stdout)
+    assert told["fits"]
     (folder / "big.yaml").write_text(yaml.safe_dump(SPEC | {"resources": {"cpus": 3}}))
-    planned = _run(folder, "plan", str(folder / "big.yaml"))
+    planned = _run(folder, "plan", str(folder / "big.yaml"), "--fits")
     assert planned.exit_code == FAILED
     assert "does not fit" in planned.stdout
     refused = _run(folder, "submit", str(folder / "big.yaml"))

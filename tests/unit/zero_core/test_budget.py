@@ -2,32 +2,25 @@
 
 import pytest
 
+from tests.unit.zero_core.paper import GB, PAPER, rounded
 from zero_core.budget import predict, wire_elements
 from zero_core.config import ZeroConfig
 from zero_core.layout import ParameterSpec, build_layout
 
-TABLE_1_GB = {  # 7.5B parameters, data-parallel degree -> stages 1, 2, 3
-    1: (120, 120, 120),
-    4: (52.5, 41.3, 30),
-    16: (35.6, 21.6, 7.5),
-    64: (31.4, 16.6, 1.88),
-    256: (30.4, 15.4, 0.47),
-    1024: (30.1, 15.1, 0.12),
-}
+TABLE_1 = PAPER["table1_GB_per_device"]
 
 
 def layout_of(numel: int, world_size: int):
     return build_layout([ParameterSpec("w", (numel,))], lambda _: "", tile=256, world_size=world_size)
 
 
-@pytest.mark.parametrize(("world", "row"), TABLE_1_GB.items())
-def test_model_states_of_table_1(world: int, row: tuple[float, ...]) -> None:
-    layout = layout_of(7_500_000_000, world)
-    for stage, printed in enumerate(row, start=1):
+@pytest.mark.parametrize("column", range(len(TABLE_1["dp"])))
+def test_model_states_of_table_1(column: int) -> None:
+    layout = layout_of(7_500_000_000, TABLE_1["dp"][column])
+    for stage in (1, 2, 3):
         config = ZeroConfig(stage=stage, precision="bf16")
-        got = predict(layout, config, rank=0).model_states / 1e9
-        digits = 2 if printed < 2 else 1
-        assert round(got + 1e-9, digits) == pytest.approx(printed, abs=0.5 * 10**-digits + 1e-9)
+        got = predict(layout, config, rank=0).model_states / GB
+        assert rounded(got, 2 if got < 2 else 1) == TABLE_1["7.5B"][f"stage{stage}"][column]
 
 
 @pytest.mark.parametrize("world", [1, 2, 8])
