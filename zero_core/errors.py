@@ -4,6 +4,7 @@
     |- ConfigError          a setting cannot work; raised before anything is allocated
     |- ModelError           the model breaks a rule of the engine (sharing, dtype, changed trainability)
     |- UsageError           calls in the wrong order or number
+    |- StateDictError       a state dict does not fit the engine's model, ranks or stage
     |- NonFiniteError       a loss or a gradient norm is inf or nan
     `- CheckpointError      a checkpoint cannot be written, or read back exactly
 
@@ -25,6 +26,10 @@ class ModelError(ZeroError):
 
 class UsageError(ZeroError):
     """The engine's methods were called in the wrong order or number."""
+
+
+class StateDictError(ZeroError):
+    """A state dict does not fit the engine's model, ranks or stage."""
 
 
 class NonFiniteError(ZeroError):
