@@ -32,9 +32,17 @@ def together(collectives: Collectives, what: str, error: type[ZeroError]) -> Ite
 
 def gather_bits(collectives: Collectives, bits: Sequence[bool]) -> list[list[bool]]:
     """Every rank's bits, a row for each rank; all ranks pass equally many."""
-    packed = [
+    return [unpack(row, len(bits)) for row in collectives.gather_numbers(pack(bits))]
+
+
+def pack(bits: Sequence[bool]) -> list[float]:
+    """Bits as a few fp64 numbers."""
+    return [
         float(sum(1 << place for place, bit in enumerate(bits[start : start + _BITS]) if bit))
         for start in range(0, len(bits), _BITS)
     ]
-    rows = collectives.gather_numbers(packed)
-    return [[bool(int(row[i // _BITS]) >> i % _BITS & 1) for i in range(len(bits))] for row in rows]
+
+
+def unpack(numbers: Sequence[float], count: int) -> list[bool]:
+    """The first `count` bits of what `pack` gave."""
+    return [bool(int(numbers[i // _BITS]) >> i % _BITS & 1) for i in range(count)]

@@ -7,7 +7,7 @@ are reduced nor how parameters are stepped.
 
 from collections.abc import Callable, Sequence
 
-from zero_core.agreement import gather_bits
+from zero_core.agreement import pack, unpack
 from zero_core.collectives import Collectives
 from zero_core.errors import ModelError, UsageError
 from zero_core.units import FlatUnit
@@ -28,6 +28,7 @@ class Freezing:
         self._names = [slot.name for unit in units for slot in unit.unit.slots]
         self._steppable = [unit.unit.trainable for unit in units for _ in unit.parameters]
         self._trained = list(self._steppable)
+        self._packed = pack(self._trained)
         self._checked = False
 
     def check(self) -> None:
@@ -45,13 +46,15 @@ class Freezing:
                     "and before the next forward"
                 )
             return
-        rows = gather_bits(self._collectives, now)
-        problem = objection(self._names, self._steppable, rows)
-        if problem is not None:
-            raise ModelError(problem)
+        packed = self._packed if now == self._trained else pack(now)
+        rows = self._collectives.gather_numbers(packed)
+        if packed is not self._packed or any(row != packed for row in rows):
+            problem = objection(self._names, self._steppable, [unpack(row, len(now)) for row in rows])
+            if problem is not None:
+                raise ModelError(problem)
         self._checked = True
         if now != self._trained:
-            self._trained = now
+            self._trained, self._packed = now, packed
             self._apply(frozenset(n for n, trained in zip(self._names, now, strict=True) if trained))
 
     def end_step(self) -> None:

@@ -36,12 +36,12 @@ OK = [0.0, 0.0]
 @pytest.mark.parametrize(
     ("rows", "write", "says"),
     [
-        ([OK + [0, 1, 2], OK + [0, 1, 2]], False, None),
-        ([OK + [1, 1, 3], OK + [1, 1, 3]], True, None),
-        ([OK + [1, 1, 3], OK + [0, 1, 2]], True, "parameter w holds other values on rank(s) [1]"),
-        ([OK + [0, 1, 2], OK + [1, 1, 3]], False, "parameter w was modified on rank(s) [1]"),
+        ([[*OK, 0, 1, 2], [*OK, 0, 1, 2]], False, None),
+        ([[*OK, 1, 1, 3], [*OK, 1, 1, 3]], True, None),
+        ([[*OK, 1, 1, 3], [*OK, 0, 1, 2]], True, "parameter w holds other values on rank(s) [1]"),
+        ([[*OK, 0, 1, 2], [*OK, 1, 1, 3]], False, "parameter w was modified on rank(s) [1]"),
         ([[0.0, 0.0, 1, 1, 3], [1.0, 0.0, 1, 1, 3]], True, "rank(s) [1] failed"),
-        ([[0.0, 1.0, 0, 1, 2], OK + [0, 1, 2]], True, "rank(s) [0] gave a parameter another shape"),
+        ([[0.0, 1.0, 0, 1, 2], [*OK, 0, 1, 2]], True, "rank(s) [0] gave a parameter another shape"),
     ],
 )
 def test_verdicts(rows: list[list[float]], write: bool, says: str | None) -> None:

@@ -1,5 +1,9 @@
 """What ranks must agree on about frozen parameters, and what the optimizer leaves out."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_core.agreement import pack, unpack
 from zero_core.freezing import objection
 from zero_core.layout import ParameterSpec, build_layout
 from zero_core.optimizer import decay_runs
@@ -25,3 +29,11 @@ def test_runs_leave_out_what_is_frozen_for_now() -> None:
     assert list(decay_runs(unit, 0, 192, frozenset("ac"))) == [(0, 64, True), (128, 192, True)]
     assert list(decay_runs(unit, 32, 160, frozenset("ac"))) == [(0, 32, True), (96, 128, True)]
     assert list(decay_runs(unit, 0, 192, frozenset())) == []
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_bits_travel_as_numbers(bits: list[bool]) -> None:
+    packed = pack(bits)
+    assert unpack(packed, len(bits)) == bits
+    assert len(packed) == -(-len(bits) // 48)
+    assert all(0 <= number < 2**53 for number in packed)
