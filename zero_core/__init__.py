@@ -14,6 +14,10 @@ _HOME = {
     "AdamWConfig": "zero_core.config",
     "MemoryReport": "zero_core.memory",
     "ZeroError": "zero_core.errors",
+    "full_state_dict": "zero_core.state_dict",
+    "load_full_state_dict": "zero_core.state_dict",
+    "sharded_state_dict": "zero_core.state_dict",
+    "load_sharded_state_dict": "zero_core.state_dict",
 }
 
 __all__ = list(_HOME)

@@ -13,7 +13,6 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from zero_core import manifest as manifests
+from zero_core.agreement import together
 from zero_core.engine import ZeroEngine
-from zero_core.errors import CheckpointError, ZeroError
+from zero_core.errors import CheckpointError
 from zero_core.layout import pulls
 from zero_core.manifest import Manifest
 from zero_core.optimizer import STATE_KINDS
@@ -41,7 +41,7 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class HeldState:
     """Elements [start, start + len) of a unit, of one kind of state, that this rank holds in `tensor`."""
 
     unit: int
@@ -64,10 +64,10 @@ def save(engine: ZeroEngine, root: Path, *, extra: Mapping[str, Any], generation
     # Rank 0's random number names the folder, so that two savers can never share one.
     (token,) = engine.collectives.sum_in_rank_order((float(secrets.randbits(48) if engine.rank == 0 else 0),))
     temporary = root / f".saving-{final.name}-{int(token):012x}"
-    with _together(engine, f"saving step {step} to {final}"):
+    with together(engine.collectives, f"saving step {step} to {final}", CheckpointError):
         temporary.mkdir(parents=True, exist_ok=True)
         _write_shard(engine, temporary)
-    with _together(engine, f"committing {final}"):
+    with together(engine.collectives, f"committing {final}", CheckpointError):
         if engine.rank == 0:
             _commit(engine, temporary, final, extra, generation)
     size = sum(manifests.read(final).files.values())
@@ -80,11 +80,11 @@ def load(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
     Raises CheckpointError on every rank if any rank cannot read what it needs, or if the checkpoint is of
     another model or precision.
     """
-    with _together(engine, f"loading {folder}"):
+    with together(engine.collectives, f"loading {folder}", CheckpointError):
         manifest = manifests.read(folder)
         _check_same_model(engine, manifest, folder)
         with _Shards(folder) as shards:
-            for held in _held(engine, whole_replicas=True):
+            for held in held_states(engine, whole_replicas=True):
                 _fill(engine, manifest, shards, held)
         _load_buffers(engine, folder / manifests.BUFFERS)
         engine.optimizer.steps_done = manifest.step
@@ -92,7 +92,7 @@ def load(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
     return dict(manifest.extra)
 
 
-def _held(engine: ZeroEngine, *, whole_replicas: bool) -> Iterator[_Held]:
+def held_states(engine: ZeroEngine, *, whole_replicas: bool) -> Iterator[HeldState]:
     """The flat states of this rank: all it holds, or only the part it owns of what is replicated."""
     for state in engine.optimizer.states:
         for kind in STATE_KINDS:
@@ -100,22 +100,22 @@ def _held(engine: ZeroEngine, *, whole_replicas: bool) -> Iterator[_Held]:
             if not whole_replicas:
                 tensor = tensor[state.unit.start - start : state.unit.stop - start]
                 start = state.unit.start
-            yield _Held(state.unit.index, kind, start, tensor)
+            yield HeldState(state.unit.index, kind, start, tensor)
     for unit in engine.units:
         if unit.unit.trainable:
             continue
         if unit.shard is not None:
-            yield _Held(unit.index, "model", unit.start, unit.shard)
+            yield HeldState(unit.index, "model", unit.start, unit.shard)
             continue
         assert unit.full is not None
         start, stop = (0, unit.numel) if whole_replicas else (unit.start, unit.stop)
-        yield _Held(unit.index, "model", start, unit.full[start:stop])
+        yield HeldState(unit.index, "model", start, unit.full[start:stop])
 
 
 def _write_shard(engine: ZeroEngine, folder: Path) -> None:
     tensors = {
         f"{held.kind}/{held.unit}": held.tensor.detach().cpu().contiguous()
-        for held in _held(engine, whole_replicas=False)
+        for held in held_states(engine, whole_replicas=False)
         if held.tensor.numel()
     }
     _save_durably(tensors, folder / manifests.shard_name(engine.rank))
@@ -123,7 +123,7 @@ def _write_shard(engine: ZeroEngine, folder: Path) -> None:
         buffers = {
             n: b.detach().cpu().contiguous()
             for n, b in engine.module.state_dict().items()
-            if n in _buffers(engine)
+            if n in persistent_buffers(engine)
         }
         _save_durably(buffers, folder / manifests.BUFFERS)
 
@@ -206,7 +206,7 @@ class _Shards:
         return part
 
 
-def _fill(engine: ZeroEngine, manifest: Manifest, shards: _Shards, held: _Held) -> None:
+def _fill(engine: ZeroEngine, manifest: Manifest, shards: _Shards, held: HeldState) -> None:
     """Read a held range from the files of its old owners."""
     stop = held.start + held.tensor.numel()
     for move in pulls(manifest.layout, unit=held.unit, start=held.start, stop=stop):
@@ -221,14 +221,14 @@ def _fill(engine: ZeroEngine, manifest: Manifest, shards: _Shards, held: _Held) 
         held.tensor[move.start - held.start : move.stop - held.start].copy_(part)
 
 
-def _buffers(engine: ZeroEngine) -> set[str]:
+def persistent_buffers(engine: ZeroEngine) -> set[str]:
     """Names of the buffers that belong to the state (the persistent ones)."""
     return set(engine.module.state_dict()) & {name for name, _ in engine.module.named_buffers()}
 
 
 @torch.no_grad()
 def _load_buffers(engine: ZeroEngine, path: Path) -> None:
-    wanted = _buffers(engine)
+    wanted = persistent_buffers(engine)
     own = dict(engine.module.named_buffers())
     with safe_open(path, framework="pt") as file:
         saved = set(file.keys())
@@ -238,26 +238,6 @@ def _load_buffers(engine: ZeroEngine, path: Path) -> None:
             )
         for name in wanted:
             own[name].copy_(file.get_tensor(name))
-
-
-@contextmanager
-def _together(engine: ZeroEngine, what: str) -> Iterator[None]:
-    """What one rank fails in, all fail in, at the end of the block and with the rank named."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    failed = engine.collectives.gather_numbers((float(failure is not None),))
-    if isinstance(failure, ZeroError):
-        raise failure
-    if failure is not None:
-        raise CheckpointError(f"{what} failed on rank {engine.rank}: {failure!r}") from failure
-    ranks = [rank for rank, (flag,) in enumerate(failed) if flag]
-    if ranks:
-        raise CheckpointError(
-            f"{what} failed on rank(s) {ranks[:8]}: see their errors; nothing was committed"
-        )
 
 
 def _all_agree(engine: ZeroEngine, value: bool) -> bool:

@@ -241,18 +241,21 @@ class Collectives:
             with self.ledger.timed("gather"):
                 _wait(works)
 
-    def gather_from_owners(self, full: torch.Tensor, chunk: int, numel: int, *, kind: str, tag: int) -> None:
-        """Fill `full`, wherever it lies, on every rank, from the owners' own parts; not meant for a step."""
+    def gather_from_owners(
+        self, full: torch.Tensor, chunk: int, numel: int, *, kind: str, tag: int, active: int | None = None
+    ) -> None:
+        """Fill `full`, wherever it lies, on the first `active` ranks (default: all); not meant for a step."""
         if self.native:
             self.finish_gather(self.begin_gather(full, chunk, numel, kind=kind, tag=tag))
             return
+        receivers = self.world_size if active is None else active
         own = self._part(full, chunk, numel, self.rank)
         works: Pending = []
         for peer in self._peers():
-            if own.numel():
+            if peer < receivers and own.numel():
                 works.append(self._send(own, peer, kind, tag))
             theirs = self._part(full, chunk, numel, peer)
-            if theirs.numel():
+            if self.rank < receivers and theirs.numel():
                 works.append(dist.irecv(theirs, group=self.group, group_src=peer, tag=tag))
         _wait(works)
 

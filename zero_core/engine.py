@@ -13,7 +13,7 @@ It knows nothing of data, schedules, checkpoints' files or where ranks run.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,21 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_core import budget
+from zero_core.access import ParameterAccess
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Pending
 from zero_core.config import ZeroConfig
 from zero_core.errors import ConfigError, NonFiniteError, UsageError
+from zero_core.freezing import Freezing
 from zero_core.gathering import Gatherer
+from zero_core.materialise import Initialise
 from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, occupied_bytes, resident_bytes
 from zero_core.optimizer import FlatAdamW
-from zero_core.partition import bytes_of, partition
+from zero_core.partition import bytes_of, device_of, partition
 from zero_core.reduction import Reducer
 from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
 from zero_core.summation import EXPANSION, collect, exact_square_sum, expand, square_sum
+from zero_core.trees import map_tensors
 from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
 
 
@@ -45,7 +49,8 @@ class StepReport:
     grad_norm   2-norm of the mean gradient before clipping
     clip_coefficient  what gradients were multiplied by
     ballot      sums over ranks of the numbers passed to `step`
-    bytes_sent  by this rank since the last step: reduce, gather, gather_backward, control
+    bytes_sent  by this rank since the last step: reduce, gather, gather_backward, control;
+                access where parameters were read or written whole
     bytes_by_transport  the same bytes by the way they went: shared (memory of this host), network
     seconds     of this rank: forward and backward (without the collectives inside them), reduce, gather,
                 control (the step's own small collective: mostly waiting for others), optimizer, idle
@@ -67,9 +72,13 @@ class ZeroEngine:
     model   any nn.Module; its parameters become views of flat tensors and must not be replaced from
             outside. Children of nn.ModuleList and nn.Sequential are units of their own, all else is one.
     group   a torch.distributed group, default the world; every rank builds the same model in it
-    device  default: where the model's parameters are
+    device  default: where the model's parameters are; the CPU for those on the meta device
+    initialise  fills the own parameters and buffers of a module on the meta device, given the module and its
+            name; default: the module's `reset_parameters`. Units are filled one at a time.
 
     Parameters that do not require gradients now are frozen for good: gathered at stage 3, never stepped.
+    Others may be frozen, and unfrozen again, between steps, on every rank alike: while frozen they keep their
+    values and their optimizer state as they are.
     A parameter that no micro-batch of a step used has a gradient of zeros, as every other.
     """
 
@@ -80,11 +89,11 @@ class ZeroEngine:
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
+        initialise: Initialise | None = None,
     ) -> None:
         self.module = model
         self.config = config
-        first = next(model.parameters(), torch.empty(0))
-        self.device = torch.device(device) if device is not None else first.device
+        self.device = torch.device(device) if device is not None else device_of(model)
         baseline = occupied_bytes(self.device) - bytes_of(model, self.device)
         self.collectives = Collectives(
             group,
@@ -125,7 +134,8 @@ class ZeroEngine:
             keep=kept_gathered(self.layout, config),
             prefetch=config.prefetch_units > 0,
         )
-        self.optimizer = FlatAdamW(config.optimizer, partition(self.units, self.collectives, config))
+        states = partition(model, self.units, self.collectives, config, initialise)
+        self.optimizer = FlatAdamW(config.optimizer, states)
         self._reducer = Reducer(
             self.units,
             self.collectives,
@@ -140,6 +150,10 @@ class ZeroEngine:
         self.collectives.publish(self._gathered_parts())
         if config.stage == 3:
             self._gatherer.install_hooks()
+        self._freezing = Freezing(self.units, self.collectives, self._train_only)
+        self._access = ParameterAccess(
+            model, self.units, states, self.collectives, self._gatherer, stage=config.stage
+        )
         exclude = {u.full.untyped_storage().data_ptr() for u in self.units if u.full is not None}
         self._saved = SavedTensors(exclude)
         self._peak = PeakSampler(self.device, baseline)
@@ -169,6 +183,8 @@ class ZeroEngine:
                 f"rank {self.rank} has computed its {len(self.micro_batches)} micro-batches of this step: "
                 "call step() next (evaluate under torch.no_grad())"
             )
+        if training:
+            self._freezing.check()
         if training and self._trace_ended:
             self._trace.clear()
             self._saved.begin()
@@ -227,6 +243,8 @@ class ZeroEngine:
                 f"rank {self.rank} has {len(self.micro_batches)} micro-batches in this step, "
                 f"but backward was called {self._computed} times"
             )
+        if self._access.is_open:
+            raise UsageError("step() within full_parameters: leave that context first")
         self._reducer.finish()
         grad_norm, loss, ballots = self._agree(ballot)
         self._reset_round()
@@ -246,14 +264,21 @@ class ZeroEngine:
         sent, transport, seconds = self.collectives.ledger.take()
         return StepReport(self.steps_done, loss, grad_norm, coefficient, ballots, sent, transport, seconds)
 
-    @contextmanager
-    def full_parameters(self) -> Iterator[None]:
-        """Within the context every parameter is whole on every rank, to be read. Collective at stage 3."""
-        if self.config.stage < 3:
-            yield
-            return
-        with self._gatherer.whole():
-            yield
+    def full_parameters(
+        self, *, write: bool = False, names: Sequence[str] | None = None
+    ) -> AbstractContextManager[None]:
+        """Within the context every parameter is whole on every rank; collective at every stage.
+
+        write  what was modified goes to masters, parameters and shards of every rank on leaving; every rank
+               must make the same edit, at a step boundary. Else parameters are to be read.
+        names  patterns (with *) of parameters or modules: only the units that hold such are opened
+
+        On leaving all ranks compare. UsageError on every rank, and nothing is kept, where a parameter was
+        modified on some ranks only or otherwise than on others, was modified without `write`, or where the
+        body failed on another rank.
+        """
+        boundary = self._computed == 0 and self._trace_ended
+        return self._access.whole(write=write, names=names, at_boundary=boundary)
 
     def train(self, mode: bool = True) -> "ZeroEngine":
         self.module.train(mode)
@@ -414,7 +439,12 @@ class ZeroEngine:
     def _private(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def _train_only(self, names: frozenset[str]) -> None:
+        self._reducer.expect(names)
+        self.optimizer.select(names)
+
     def _reset_round(self) -> None:
+        self._freezing.end_step()
         self._round = self._computed = 0
         self._losses.clear()
         self._reducer.clear()
@@ -439,14 +469,9 @@ class ZeroEngine:
         return self._gatherer.resolve(packed)
 
     def _cast(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            dtype = torch.bfloat16 if self.config.precision == "bf16" else None
-            return value.to(dtype) if dtype is not None and value.is_floating_point() else value
-        if isinstance(value, tuple | list):
-            return type(value)(self._cast(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self._cast(item) for key, item in value.items()}
-        return value
+        if self.config.precision == "fp32":
+            return value
+        return map_tensors(value, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -6,6 +6,7 @@
     |- UsageError           calls in the wrong order or number
     |- DivergenceError      ranks are about to do different things
     |- PeerLostError        another rank ended, left the group or does not answer
+    |- StateDictError       a state dict does not fit the engine's model, ranks or stage
     |- NonFiniteError       a loss or a gradient norm is inf or nan
     `- CheckpointError      a checkpoint cannot be written, or read back exactly
 
@@ -35,6 +36,10 @@ class DivergenceError(ZeroError):
 
 class PeerLostError(ZeroError):
     """Another rank ended, left the group, or does not answer; or the group was aborted."""
+
+
+class StateDictError(ZeroError):
+    """A state dict does not fit the engine's model, ranks or stage."""
 
 
 class NonFiniteError(ZeroError):

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Pending
+from zero_core.trees import tensors_in
 from zero_core.units import FlatUnit, UnitState
 
 
@@ -150,7 +150,8 @@ class Gatherer:
         """In backward a frozen unit has no reduction to end its use: the next module's gather does."""
         if self.in_backward and not unit.unit.root:
             for other in self._units:
-                ends_itself = other.unit.root or other.unit.trainable or other.module is unit.module
+                trained = other.unit.trainable and any(p.requires_grad for p in other.parameters)
+                ends_itself = other.unit.root or trained or other.module is unit.module
                 if not ends_itself and self._in_use[other.index] == 0:
                     self.release(other)
 
@@ -180,18 +181,19 @@ class Gatherer:
         self._pool.take_back(flat)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Every parameter whole at once, in memory of its own."""
+    def whole(self, units: Sequence[FlatUnit]) -> Iterator[None]:
+        """All of `units` whole at once, in memory of their own."""
         try:
-            for unit in self._units:
+            for unit in units:
+                self.release(unit)
                 flat = torch.empty(unit.padded, dtype=unit.dtype, device=self._collectives.device)
                 self._collectives.finish_gather(
-                    self._fill(unit, flat, "gather", self._collectives.world_size)
+                    self._fill(unit, flat, "access", self._collectives.world_size)
                 )
                 unit.bind(flat, UnitState.WHOLE)
             yield
         finally:
-            for unit in self._units:
+            for unit in units:
                 unit.unbind(self._collectives.device)
 
     def _fill(self, unit: FlatUnit, flat: torch.Tensor, kind: str, active: int) -> Pending:
@@ -218,8 +220,8 @@ class Gatherer:
         def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
             if torch.is_grad_enabled() and not self.in_backward:
                 # Backward may recompute this module without calling its hooks, and needs its parameters then.
-                for output in tree_leaves(outputs):
-                    if isinstance(output, torch.Tensor) and output.requires_grad:
+                for output in tensors_in(outputs):
+                    if output.requires_grad:
                         output.register_hook(before_backward)  # type: ignore[no-untyped-call]
             for unit in members:
                 self._in_use[unit.index] = max(0, self._in_use[unit.index] - 1)

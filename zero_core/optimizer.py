@@ -66,6 +66,10 @@ class FlatAdamW:
                 total += state.master.numel() * 4
         return total
 
+    def select(self, trained: frozenset[str]) -> None:
+        """From now on step these parameters only; the others keep their values and moments as they are."""
+        self._runs = [list(decay_runs(s.unit.unit, s.start, s.stop, trained)) for s in self.states]
+
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], *, lr: float, scale: float) -> None:
         """One update. gradients: a [held] tensor per unit, fp32 or compute dtype, scaled by `scale`."""
@@ -112,14 +116,18 @@ class FlatAdamW:
         )
 
 
-def decay_runs(unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+def decay_runs(
+    unit: Unit, start: int, stop: int, trained: frozenset[str] | None = None
+) -> Iterator[tuple[int, int, bool]]:
     """Cut [start, stop) of a unit into runs (from, to, decays), relative to `start`.
+
+    trained  names of the parameters that are in any run; None: all
 
     Parameters of two or more dimensions decay; biases, norms and scalars do not. A run that begins between
     two multiples of `TILE_STEP` elements is cut at the second: a vectorised kernel rounds the last few
     elements of a slice by other instructions, so slices must end at the same places whoever owns them.
     """
-    for a, b, decays in _same_decay(unit, start, stop):
+    for a, b, decays in _same_decay(unit, start, stop, trained):
         aligned = min(b, -(-(start + a) // TILE_STEP) * TILE_STEP - start)
         if a < aligned:
             yield a, aligned, decays
@@ -127,14 +135,16 @@ def decay_runs(unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, bo
             yield aligned, b, decays
 
 
-def _same_decay(unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+def _same_decay(
+    unit: Unit, start: int, stop: int, trained: frozenset[str] | None
+) -> Iterator[tuple[int, int, bool]]:
     open_run: tuple[int, int, bool] | None = None
     for slot in unit.slots:
         a, b = max(slot.offset, start) - start, min(slot.stop, stop) - start
-        if a >= b:
+        if a >= b or (trained is not None and slot.name not in trained):
             continue
         decays = len(slot.shape) >= 2
-        if open_run and open_run[2] == decays:
+        if open_run and open_run[1:] == (a, decays):
             open_run = (open_run[0], b, decays)
         else:
             if open_run:

@@ -11,20 +11,38 @@ from torch import nn
 
 from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
+from zero_core.materialise import Initialise, initial_values
 from zero_core.optimizer import UnitStates
 from zero_core.units import FlatUnit, UnitState
 
 
-def partition(units: Sequence[FlatUnit], collectives: Collectives, config: ZeroConfig) -> list[UnitStates]:
-    """Move every unit into its flat tensors and keep what the stage keeps; states of the trainable ones."""
-    states = []
-    for unit in units:
+def partition(
+    model: nn.Module,
+    units: Sequence[FlatUnit],
+    collectives: Collectives,
+    config: ZeroConfig,
+    initialise: Initialise | None,
+) -> list[UnitStates]:
+    """Move every unit into its flat tensors and keep what the stage keeps; states of the trainable ones.
+
+    One unit at a time: a model that has values is copied unit by unit, one on the meta device never exists
+    whole at stage 3, and once at the others.
+    """
+    states = {}
+    for unit, flat in initial_values(model, units, collectives.device, initialise):
+        if config.broadcast_initial:
+            collectives.broadcast(flat)
         if unit.unit.trainable:
-            states.append(_states_of(unit, collectives, config))
+            states[unit.index] = _states_of(unit, flat, collectives, stage=config.stage)
         else:
-            flat = _initial(unit, unit.dtype, collectives, config)
             _place(unit, flat, collectives, stage=config.stage)
-    return states
+        del flat  # before the next unit is begun
+    return [states[index] for index in sorted(states)]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's values are; the CPU for one on the meta device."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def bytes_of(model: nn.Module, device: torch.device) -> int:
@@ -37,14 +55,13 @@ def bytes_of(model: nn.Module, device: torch.device) -> int:
     return sum(storages.values())
 
 
-def _states_of(unit: FlatUnit, collectives: Collectives, config: ZeroConfig) -> UnitStates:
-    device = collectives.device
-    start, stop = (0, unit.numel) if config.stage == 0 else (unit.start, unit.stop)
+def _states_of(unit: FlatUnit, original: torch.Tensor, collectives: Collectives, *, stage: int) -> UnitStates:
+    """Place a trainable unit whose values are in `original`, [padded] fp32, and build its states."""
+    start, stop = (0, unit.numel) if stage == 0 else (unit.start, unit.stop)
     # Masters come from the unrounded values: the model is cast after they have been taken.
-    original = _initial(unit, torch.float32, collectives, config)
     mixed = unit.dtype != torch.float32
     master = original[start:stop].clone() if mixed else None
-    _place(unit, original, collectives, stage=config.stage)
+    _place(unit, original, collectives, stage=stage)
     compute = unit.shard if unit.shard is not None else unit.full
     assert compute is not None
     if unit.shard is None:
@@ -55,19 +72,9 @@ def _states_of(unit: FlatUnit, collectives: Collectives, config: ZeroConfig) -> 
         stop=stop,
         master=compute if master is None else master,
         compute=compute,
-        momentum=torch.zeros(stop - start, dtype=torch.float32, device=device),
-        variance=torch.zeros(stop - start, dtype=torch.float32, device=device),
+        momentum=torch.zeros(stop - start, dtype=torch.float32, device=collectives.device),
+        variance=torch.zeros(stop - start, dtype=torch.float32, device=collectives.device),
     )
-
-
-def _initial(
-    unit: FlatUnit, dtype: torch.dtype, collectives: Collectives, config: ZeroConfig
-) -> torch.Tensor:
-    """[padded] of `dtype`: the unit's values before the first step, the same on every rank."""
-    flat = unit.flatten(collectives.device, dtype)
-    if config.broadcast_initial:
-        collectives.broadcast(flat)
-    return flat
 
 
 def _place(unit: FlatUnit, flat: torch.Tensor, collectives: Collectives, *, stage: int) -> None:

@@ -37,7 +37,7 @@ class UnitGradient:
               accumulation it lies in `kept`
     """
 
-    __slots__ = ("borrowed", "filled", "kept", "reduced", "total", "unit")
+    __slots__ = ("borrowed", "expected", "filled", "kept", "reduced", "total", "unit")
 
     total: GradientSum
 
@@ -46,8 +46,14 @@ class UnitGradient:
         self.kept: torch.Tensor | None = None
         self.borrowed: torch.Tensor | None = None
         self.filled = [False] * len(unit.parameters)
+        self.expected = [True] * len(unit.parameters)
+        """Whether backward is to fill it: not where a parameter is frozen for now."""
         self.reduced = False
         """Whether the unit's turn in the current micro-batch is over."""
+
+    @property
+    def complete(self) -> bool:
+        return all(filled or not due for filled, due in zip(self.filled, self.expected, strict=True))
 
     @property
     def owned(self) -> torch.Tensor:
@@ -99,6 +105,11 @@ class Reducer:
     def remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def expect(self, trained: frozenset[str]) -> None:
+        """From now on wait for the gradients of these parameters only; those of others are zeros."""
+        for gradient in self.gradients:
+            gradient.expected = [slot.name in trained for slot in gradient.unit.unit.slots]
 
     def begin_micro_batch(self) -> None:
         """Forget what an interrupted backward may have left."""
@@ -208,7 +219,7 @@ class Reducer:
         return collect
 
     def _advance(self) -> None:
-        while self._next < len(self._order) and all(self._order[self._next].filled):
+        while self._next < len(self._order) and self._order[self._next].complete:
             self._reduce(self._order[self._next])
             self._next += 1
 

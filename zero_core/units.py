@@ -157,8 +157,6 @@ def boundaries(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _describe(name: str, parameter: nn.Parameter) -> ParameterSpec:
-    if parameter.is_meta:
-        raise ModelError(f"parameter {name} is on the meta device: materialise the model before wrapping it")
     if parameter.is_complex():
         raise ModelError(
             f"parameter {name} has dtype {parameter.dtype}: complex parameters are not supported"
