@@ -12,6 +12,11 @@ _HOME = {
     "StepReport": "zero_core.engine",
     "ZeroConfig": "zero_core.config",
     "AdamWConfig": "zero_core.config",
+    "AdamConfig": "zero_core.config",
+    "SGDConfig": "zero_core.config",
+    "ParameterGroup": "zero_core.config",
+    "ScheduleConfig": "zero_core.config",
+    "LossScale": "zero_core.config",
     "MemoryReport": "zero_core.memory",
     "ZeroError": "zero_core.errors",
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
-from zero_core.optimizer import UnitStates
+from zero_core.optimizer import UnitStates, new_states
 from zero_core.units import FlatUnit, UnitState
 
 
@@ -49,15 +49,8 @@ def _states_of(unit: FlatUnit, collectives: Collectives, config: ZeroConfig) -> 
     assert compute is not None
     if unit.shard is None:
         compute = compute[start:stop]
-    return UnitStates(
-        unit=unit,
-        start=start,
-        stop=stop,
-        master=compute if master is None else master,
-        compute=compute,
-        momentum=torch.zeros(stop - start, dtype=torch.float32, device=device),
-        variance=torch.zeros(stop - start, dtype=torch.float32, device=device),
-    )
+    master = compute if master is None else master
+    return new_states(config.optimizer, unit, start, stop, master=master, compute=compute)
 
 
 def _initial(
