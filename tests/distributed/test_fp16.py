@@ -1,4 +1,4 @@
-"""fp16 with dynamic loss scaling: growth, skipped steps, the floor, equal bits at every stage, exact resume."""
+"""fp16 with dynamic loss scaling: growth, skipped steps, the floor, equal bits at every stage, resume."""
 
 import math
 from pathlib import Path
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.distributed
 STEPS, MICRO_BATCHES = 10, 5
 
 # So large that the first steps overflow, and growing so soon that it overflows again later.
-SCALE = LossScale(initial=2.0**22, growth_interval=3)
+SCALE = LossScale(initial=2.0**17, growth_interval=2)
 
 
 def engine_at(stage: int, **changes: Any) -> ZeroEngine:
@@ -66,7 +66,7 @@ def train(engine: ZeroEngine, steps: range) -> list[dict[str, Any]]:
         for index in engine.micro_batches:
             engine.backward(engine(*batch(step, index)))
         report = engine.step()
-        assert (masters(engine) == before) == report.skipped
+        assert (masters(engine) == before) == (report.skipped or report.lr["default"] == 0)
         told.append(
             {
                 "loss": report.loss,
@@ -82,7 +82,7 @@ def train(engine: ZeroEngine, steps: range) -> list[dict[str, Any]]:
 
 
 def whole_runs(rank: int, world: int) -> list[Any]:
-    """Every stage; in fp32 for comparison; with all memory as predicted."""
+    """Every stage, with memory as predicted; and the losses of fp32 that never moves."""
     answers: list[Any] = []
     for stage in (0, 1, 2, 3):
         engine = engine_at(stage)
@@ -91,14 +91,15 @@ def whole_runs(rank: int, world: int) -> list[Any]:
         for category in ("parameters", "gradients", "optimizer_states", "padding", "communication_buffers"):
             assert getattr(memory, category) == getattr(budget, category), category
         answers.append((repr(told), masters(engine)))
-    return [*answers, told, train(engine_at(2, precision="fp32"), range(STEPS))]
+    at_rest = train(engine_at(2, precision="fp32", optimizer=SGDConfig(lr=0.0)), range(STEPS))
+    return [*answers, told, [entry["loss"] for entry in at_rest]]
 
 
 def test_scale_skips_and_bits_at_every_stage() -> None:
     """E2 (DeepSpeed issues 966, 1488, 1945): tied layers, fp16, accumulation: equal losses at every stage."""
     results = run_ranks(3, whole_runs)
     assert len({repr(r[:4]) for r in results}) == 1, "every rank decides the same"
-    *stages, told, reference = results[0]
+    *stages, told, at_rest = results[0]
     assert len(set(stages)) == 1
     skipped = [entry["skipped"] for entry in told]
     assert skipped[0]
@@ -120,15 +121,13 @@ def test_scale_skips_and_bits_at_every_stage() -> None:
         assert entry["skips"] == skips
         assert entry["counts"] == (step + 1, step + 1, updates)
     assert max(e["scale"] for e in told[skipped.index(False) :]) > told[skipped.index(False)]["scale"], "grew"
-    # Norms are told without the scale: the first good one is fp32's first, the parameters being unchanged.
-    # (The data of that step differ, the size does not.)
+    # A skipped step leaves parameters as they were, so the first losses are those of an fp32 model at rest.
     first = skipped.index(False)
-    fresh = reference[0]["norm"]
-    assert told[first]["norm"] == pytest.approx(fresh, rel=0.6)
+    assert [e["loss"] for e in told[: first + 1]] == pytest.approx(at_rest[: first + 1], rel=5e-3)
 
 
-def unscaled(rank: int, world: int) -> list[tuple[float, float]]:
-    """The first step at three scales, accumulating, clipping and not: (norm, loss) and the masters."""
+def unscaled(rank: int, world: int) -> list[tuple[float, float, bytes]]:
+    """The first step of fp16 at three scales, and of fp32: norm, mean loss, masters."""
     found = []
     for scale in (1.0, 64.0, 4096.0):
         engine = engine_at(
@@ -139,7 +138,11 @@ def unscaled(rank: int, world: int) -> list[tuple[float, float]]:
     fp32 = engine_at(2, precision="fp32", optimizer=SGDConfig(lr=0.1), clip_norm=None)
     train_one = train(fp32, range(1))[0]
     found.append((train_one["norm"], train_one["loss"], masters(fp32)))
-    return found  # type: ignore[return-value]
+    return found
+
+
+def _floats(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.float32)
 
 
 def test_the_scale_leaves_norm_and_update_as_they_are() -> None:
@@ -148,9 +151,7 @@ def test_the_scale_leaves_norm_and_update_as_they_are() -> None:
     for got_norm, got_loss, got in scaled:
         assert got_norm == pytest.approx(norm, rel=2e-2)
         assert got_loss == pytest.approx(loss, rel=2e-3)
-        torch.testing.assert_close(
-            torch.frombuffer(bytearray(got)), torch.frombuffer(bytearray(want)), rtol=0, atol=2e-3
-        )
+        torch.testing.assert_close(_floats(got), _floats(want), rtol=0, atol=2e-3)
 
 
 def save_in_mid_run(rank: int, world: int, root: Path) -> Any:
