@@ -226,14 +226,17 @@ _ENGINE_SETTINGS: dict[str, type[OptimizerConfig]] = {
 }
 
 
-def _adamw_unless_told(value: Any) -> Any:
-    """An optimizer without a kind is AdamW, as it was when there was no other."""
-    return {"kind": "adamw", **value} if isinstance(value, Mapping) else value
+DEFAULT_OPTIMIZER = "adamw"
+"""The kind of an optimizer that names none, as when there was no other."""
+
+
+def _with_kind(value: Any) -> Any:
+    return {"kind": DEFAULT_OPTIMIZER, **value} if isinstance(value, Mapping) else value
 
 
 Optimizer = Annotated[
     Annotated[AdamWOptimizer | AdamOptimizer | SGDOptimizer, Field(discriminator="kind")],
-    BeforeValidator(_adamw_unless_told),
+    BeforeValidator(_with_kind),
 ]
 
 
