@@ -313,11 +313,15 @@ class ZeroConfig:
             raise ConfigError(f"collective_timeout_s {self.collective_timeout_s} must be positive")
         if self.staging_bytes < 4096:
             raise ConfigError(f"staging_bytes {self.staging_bytes} must be at least 4096")
-        names = [group.name for group in self.groups]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"groups {names} must have different names")
-        for group in self.groups:
-            group.applied(self.optimizer)  # refuses what the optimizer has not
+        _check_groups(self.groups, self.optimizer)
+
+
+def _check_groups(groups: tuple[ParameterGroup, ...], optimizer: OptimizerConfig) -> None:
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"groups {names} must have different names")
+    for group in groups:
+        group.applied(optimizer)  # refuses what the optimizer has not
 
 
 def _check_rates(lr: float, weight_decay: float) -> None:

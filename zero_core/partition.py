@@ -38,7 +38,6 @@ def bytes_of(model: nn.Module, device: torch.device) -> int:
 
 
 def _states_of(unit: FlatUnit, collectives: Collectives, config: ZeroConfig) -> UnitStates:
-    device = collectives.device
     start, stop = (0, unit.numel) if config.stage == 0 else (unit.start, unit.stop)
     # Masters come from the unrounded values: the model is cast after they have been taken.
     original = _initial(unit, torch.float32, collectives, config)
