@@ -209,9 +209,9 @@ def _keep(seen: _Seen, item: JobOut | EventOut | ReportOut) -> None:
     match item:
         case JobOut():
             seen.job = item
-        case ReportOut(rank=0):
+        case ReportOut(rank=0, loss=float() as loss):
             del seen.losses[item.step - 1 :]
-            seen.losses.append(item.loss)
+            seen.losses.append(loss)
         case EventOut(kind="resize"):
             seen.resizes.append(item)
         case EventOut(kind="resize_refused"):

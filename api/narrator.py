@@ -57,7 +57,8 @@ class Narrator:
             case EventOut() if item.kind not in _PLAIN_EVENTS:
                 self._console.print(event_line(item), soft_wrap=True)
             case ReportOut(rank=0):
-                self._progress(item.step, f"loss {loss(item.loss)}{self._speed(item)}")
+                skipped = f", {item.skipped_steps} skipped" if item.skipped_steps else ""
+                self._progress(item.step, f"loss {loss(item.loss)}{skipped}{self._speed(item)}")
 
     def _speed(self, report: ReportOut) -> str:
         """All ranks take a step together, so one of them tells the speed of all."""

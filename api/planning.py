@@ -149,7 +149,7 @@ def of_job(spec: JobSpec, *, workers: int | None = None, device_bytes: int | Non
     training = Training(
         dp=found.workers,
         precision=config.precision,
-        moments=estimate.moments_of(spec.optimizer.kind),
+        moments=len(spec.optimizer.engine_settings().moments),
         micro_batches=spec.micro_batches,
         reproducible=config.reproducible,
     )

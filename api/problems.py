@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from service import errors
+from workers.spec import DEFAULT_OPTIMIZER
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,11 @@ def field_name(path: Sequence[str | int], body: object) -> str:
     names: list[str] = []
     inside = body
     for part in path:
-        if isinstance(inside, Mapping) and part not in inside and inside.get("kind") == part:
+        if (
+            isinstance(inside, Mapping)
+            and part not in inside
+            and part == inside.get("kind", DEFAULT_OPTIMIZER)
+        ):
             continue
         names.append(str(part))
         try:

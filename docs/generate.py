@@ -33,6 +33,8 @@ _ACROSS_FIELDS = (
     "`workers.min` <= `workers.wanted` <= `workers.max`, and `workers.wanted` <= M: a rank needs at least "
     "one micro-batch.",
     "`schedule.warmup_steps` does not exceed `steps`.",
+    "`optimizer.groups` have different names, none of them `default`, and set either `lr` or `lr_factor`.",
+    "`loss_scale`: `floor` <= `initial` <= `ceiling`.",
     "Unknown fields are refused everywhere, and so are infinities and NaN.",
 )
 
@@ -209,11 +211,18 @@ def _of_the_spec() -> set[str]:
 
 def _in_order_of_use(schema: Schema) -> list[str]:
     """Names of the definitions in the order in which the specification's fields mention them."""
-    fields: Iterable[Schema] = schema["properties"].values()
-    mentioned = [
-        inner["$ref"] for field in fields for inner in (field, *field.get("oneOf", ())) if "$ref" in inner
-    ]
-    return [reference.rpartition("/")[2] for reference in dict.fromkeys(mentioned)]
+    found: dict[str, None] = {}
+
+    def walk(inside: Schema) -> None:
+        for field in inside.get("properties", {}).values():
+            for inner in (field, *field.get("oneOf", ()), field.get("items", {})):
+                name = inner.get("$ref", "").rpartition("/")[2]
+                if name and name not in found:
+                    found[name] = None
+                    walk(schema["$defs"][name])
+
+    walk(schema)
+    return list(found)
 
 
 def _wire_object(name: str, schema: Schema) -> list[str]:

@@ -4,20 +4,26 @@ Loads neither torch nor Ray, so that the planner predicts from the very settings
 """
 
 from workers.spec import JobSpec
-from zero_core.config import AdamWConfig, ZeroConfig
+from zero_core.config import LossScale, ScheduleConfig, ZeroConfig
 
 
 def engine_config(spec: JobSpec) -> ZeroConfig:
     """The engine's settings for the job, whatever its world size."""
-    optimizer = spec.optimizer
+    schedule = spec.schedule
     return ZeroConfig(
         stage=spec.zero.stage,
         precision=spec.precision.value,
         micro_batches=spec.micro_batches,
-        optimizer=AdamWConfig(
-            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
+        optimizer=spec.optimizer.engine_settings(),
+        groups=spec.optimizer.engine_groups(),
+        schedule=ScheduleConfig(
+            kind=schedule.kind,
+            warmup_steps=schedule.warmup_steps,
+            total_steps=spec.steps,
+            final_ratio=schedule.final_ratio,
         ),
-        clip_norm=optimizer.clip_norm,
+        loss_scale=LossScale(**spec.loss_scale.model_dump()),
+        clip_norm=spec.optimizer.clip_norm,
         tile=spec.zero.tile,
         staging_bytes=spec.zero.staging_bytes,
         reproducible=spec.zero.reproducible,

@@ -23,10 +23,11 @@ from workers.model_shapes import gpt_activation_bytes
 from workers.order import mix
 from workers.protocol import STOPS, Outcome, Wish
 from workers.reports import MemoryUse
-from workers.schedule import learning_rate
 from workers.spec import GPTModel, JobSpec
 from zero_core import checkpoint, manifest
+from zero_core.config import DEFAULT_GROUP
 from zero_core.engine import StepReport, ZeroEngine
+from zero_core.errors import NonFiniteError
 
 Sink = Callable[[dict[str, Any]], None]
 """Takes a notice: a rank report without its number, or a checkpoint. Blocks while nobody collects them."""
@@ -112,7 +113,8 @@ class TrainingLoop:
         """Train. Collective: every rank of the group returns the same outcome.
 
         Raises UserError for the job's own faults, among them a loss that is not finite, and whatever the
-        model raises.
+        model raises. A step that fp16 skips is reported, counts as one of the job's steps and has used up its
+        data: which samples a step reads must not depend on how many were skipped before it.
         """
         engine, last = self._engine, self._spec.steps
         engine.train()
@@ -132,21 +134,20 @@ class TrainingLoop:
         return Outcome(step=last)
 
     def _step(self) -> frozenset[Wish]:
-        """One optimizer step and its report; returns the wishes that some rank has put to the vote."""
+        """One step and its report; returns the wishes that some rank has put to the vote."""
         began = self._clock()
         step, engine = self._engine.steps_done, self._engine
         samples: list[int] = []
         for micro_batch in engine.micro_batches:
             samples += self._micro_batch(step, micro_batch)
-        rate = learning_rate(self._spec, step)
-        report = engine.step(lr=rate, ballot=self._wishes.ballot())
-        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+        try:
+            report = engine.step(ballot=self._wishes.ballot())
+        except NonFiniteError as error:
             raise DivergedError(
-                f"step {step + 1}: loss {report.loss}, gradient norm {report.grad_norm}, "
-                f"learning rate {rate:g}. "
-                "Lower optimizer.lr, lengthen schedule.warmup_steps, or set optimizer.clip_norm"
-            )
-        self._tell(report, samples, rate, self._clock() - began)
+                f"step {step + 1}, learning rate {engine.learning_rates[DEFAULT_GROUP]:g}: {error}. "
+                "In the job: optimizer.lr, schedule.warmup_steps, optimizer.clip_norm, precision"
+            ) from error
+        self._tell(report, samples, self._clock() - began)
         return frozenset(wish for wish, votes in zip(Wish, report.ballot, strict=True) if votes)
 
     def _micro_batch(self, step: int, micro_batch: int) -> list[int]:
@@ -186,7 +187,7 @@ class TrainingLoop:
                 }
             )
 
-    def _tell(self, report: StepReport, samples: list[int], rate: float, step_s: float) -> None:
+    def _tell(self, report: StepReport, samples: list[int], step_s: float) -> None:
         memory, resident = self._measure()
         self._sink(
             {
@@ -197,9 +198,13 @@ class TrainingLoop:
                 "world_size": self._place.world_size,
                 "worker": self._place.worker,
                 "step": report.step,
-                "loss": report.loss,
-                "lr": rate,
-                "grad_norm": report.grad_norm,
+                "loss": _finite(report.loss),
+                "lr": report.lr[DEFAULT_GROUP],
+                "group_lrs": {name: lr for name, lr in report.lr.items() if name != DEFAULT_GROUP},
+                "grad_norm": _finite(report.grad_norm),
+                "skipped": report.skipped,
+                "skipped_steps": report.skipped_steps,
+                "loss_scale": report.loss_scale,
                 "tokens": len(samples) * self._spec.sequence_length,
                 "step_s": step_s,
                 "seconds": dict(report.seconds),
@@ -226,6 +231,11 @@ class TrainingLoop:
             )
             self._memory, self._memory_at = (use, measured.resident), now
         return self._memory
+
+
+def _finite(value: float) -> float | None:
+    """None for what JSON cannot say; only a step that fp16 skipped has it."""
+    return value if math.isfinite(value) else None
 
 
 def _predicted(engine: ZeroEngine, spec: JobSpec) -> MemoryUse:

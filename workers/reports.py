@@ -61,9 +61,21 @@ class RankReport(_Wire):
     world_size: int
     worker: str = Field(description="Name of the worker process, stable over resizes.")
     step: int = Field(description="Finished steps, so the first report says 1.")
-    loss: float = Field(description="Mean over the global batch; the same on every rank.")
-    lr: float
-    grad_norm: float
+    loss: float | None = Field(
+        description="Mean over the global batch; the same on every rank. Null where not finite (skipped)."
+    )
+    lr: float = Field(description="Learning rate of the parameters that no group matches.")
+    group_lrs: dict[str, float] = Field(
+        default_factory=dict, description="Learning rate of each parameter group, by name."
+    )
+    grad_norm: float | None = Field(
+        description="Before clipping, without the loss scale. Null where not finite (skipped)."
+    )
+    skipped: bool = Field(
+        False, description="Whether fp16 gradients overflowed, so that nothing was updated."
+    )
+    skipped_steps: int = Field(0, description="Steps skipped so far, this one included.")
+    loss_scale: float = Field(1.0, description="What losses were multiplied by; 1 but in fp16.")
     tokens: int = Field(description="Tokens this rank computed in the step.")
     step_s: float = Field(description="Wall time of the step in seconds.")
     seconds: dict[str, float] = Field(description="Seconds by phase.")

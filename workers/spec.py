@@ -1,13 +1,35 @@
 """The job specification: everything a user says about a job, validated, and nothing else.
 
 Plain pydantic: importing it loads neither Ray nor torch, so the API, the command line and the cluster
-share one definition. Unknown fields are refused everywhere.
+share one definition. Unknown fields are refused everywhere. Optimizers and loss scaling are put before the
+engine's own settings as they are read, so that what it would refuse is refused on submission.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from zero_core.config import (
+    AdamConfig,
+    AdamWConfig,
+    OptimizerConfig,
+    ParameterGroup,
+    ScheduleKind,
+    SGDConfig,
+    ZeroConfig,
+)
+from zero_core.config import LossScale as EngineLossScale
+from zero_core.errors import ConfigError
 
 
 class _Section(BaseModel):
@@ -15,10 +37,11 @@ class _Section(BaseModel):
 
 
 class Precision(StrEnum):
-    """Arithmetic of forward and backward. bf16 keeps fp32 master parameters, momentum and variance."""
+    """Arithmetic of forward and backward. bf16 and fp16 keep fp32 masters; fp16 scales the loss."""
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
 
 
 class GPTModel(_Section):
@@ -83,28 +106,168 @@ class SyntheticData(_Section):
     samples: PositiveInt = Field(65_536, description="Number of distinct samples.")
 
 
-class Optimizer(_Section):
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Group(_Section):
+    """What every optimizer's groups have."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,79}$", description="What reports call it; not `default`."
+    )
+    patterns: tuple[str, ...] = Field(
+        description="Shell-style patterns (`*`, `?`, `[...]`) over whole parameter names. The first group "
+        "that matches has the parameter; a tied parameter goes by the first of its names."
+    )
+    lr: PositiveFloat | None = Field(None, description="Peak learning rate, in place of the optimizer's.")
+    lr_factor: float | None = Field(
+        None, ge=0, description="Times the optimizer's peak learning rate; instead of `lr`."
+    )
+    weight_decay: float | None = Field(
+        None, ge=0, description="For all parameters of the group, whatever their dimensions."
+    )
+
+
+class AdamGroup(_Group):
+    """Parameters with settings of their own under AdamW or Adam; null: as the optimizer has it."""
+
+    betas: tuple[_Beta, _Beta] | None = Field(None, description="In place of the optimizer's.")
+    eps: PositiveFloat | None = Field(None, description="In place of the optimizer's.")
+
+
+class SGDGroup(_Group):
+    """Parameters with settings of their own under SGD; null: as the optimizer has it."""
+
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="In place of the optimizer's; 0 only where that is 0."
+    )
+    dampening: float | None = Field(None, ge=0, le=1, description="In place of the optimizer's.")
+    nesterov: bool | None = Field(None, description="In place of the optimizer's.")
+
+
+_GROUPS = Field((), description="Parameters with settings of their own; all others take the optimizer's.")
+
+
+class _Optimizer(_Section):
+    """What every optimizer has."""
+
+    kind: str
+    lr: PositiveFloat = Field(1e-3, description="Peak learning rate.")
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: PositiveFloat | None = Field(
+        1.0, description="Largest global gradient norm; null: no clipping."
+    )
+    groups: tuple[_Group, ...] = _GROUPS
+
+    def engine_settings(self) -> OptimizerConfig:
+        """The same as the engine's settings: the fields have the same names there."""
+        settings = self.model_dump(exclude={"kind", "clip_norm", "groups"})
+        return _ENGINE_SETTINGS[self.kind](**settings)
+
+    def engine_groups(self) -> tuple[ParameterGroup, ...]:
+        """The groups as the engine's settings."""
+        return tuple(ParameterGroup(**group.model_dump()) for group in self.groups)
+
+    @model_validator(mode="after")
+    def _as_the_engine_allows(self) -> Self:
+        try:
+            ZeroConfig(optimizer=self.engine_settings(), groups=self.engine_groups())
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+class AdamWOptimizer(_Optimizer):
     """AdamW on fp32 master parameters. Weight decay applies to parameters of two or more dimensions."""
 
     kind: Literal["adamw"] = "adamw"
-    lr: PositiveFloat = Field(1e-3, description="Peak learning rate.")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+    betas: tuple[_Beta, _Beta] = Field(
         (0.9, 0.95), description="Decay of the running means of the gradient and of its square."
     )
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
-    clip_norm: PositiveFloat | None = Field(
-        1.0, description="Largest global gradient norm; null: no clipping."
+    groups: tuple[AdamGroup, ...] = _GROUPS
+
+
+class AdamOptimizer(_Optimizer):
+    """Adam on fp32 master parameters. Weight decay applies to parameters of two or more dimensions."""
+
+    kind: Literal["adam"]
+    betas: tuple[_Beta, _Beta] = Field(
+        (0.9, 0.95), description="Decay of the running means of the gradient and of its square."
     )
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, added to the clipped gradient.")
+    groups: tuple[AdamGroup, ...] = _GROUPS
+
+
+class SGDOptimizer(_Optimizer):
+    """SGD with momentum on fp32 master parameters. Weight decay as with Adam: of two or more dimensions."""
+
+    kind: Literal["sgd"]
+    lr: PositiveFloat = Field(1e-2, description="Peak learning rate.")
+    momentum: float = Field(
+        0.9, ge=0, lt=1, description="Decay of the running sum of gradients; 0: none is kept."
+    )
+    dampening: float = Field(
+        0.0, ge=0, le=1, description="Gradients enter that sum times 1 - dampening, but for the first."
+    )
+    nesterov: bool = Field(
+        False, description="Look ahead along the momentum; needs a momentum and no dampening."
+    )
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, added to the clipped gradient.")
+    groups: tuple[SGDGroup, ...] = _GROUPS
+
+
+_ENGINE_SETTINGS: dict[str, type[OptimizerConfig]] = {
+    "adamw": AdamWConfig,
+    "adam": AdamConfig,
+    "sgd": SGDConfig,
+}
+
+
+DEFAULT_OPTIMIZER = "adamw"
+"""The kind of an optimizer that names none, as when there was no other."""
+
+
+def _with_kind(value: Any) -> Any:
+    return {"kind": DEFAULT_OPTIMIZER, **value} if isinstance(value, Mapping) else value
+
+
+Optimizer = Annotated[
+    Annotated[AdamWOptimizer | AdamOptimizer | SGDOptimizer, Field(discriminator="kind")],
+    BeforeValidator(_with_kind),
+]
+
+
+class LossScale(_Section):
+    """Dynamic loss scaling, fp16 only. Where gradients overflow the step is skipped; its data is used up."""
+
+    initial: PositiveFloat = Field(65536.0, description="What losses are multiplied by at first.")
+    growth: float = Field(
+        2.0, ge=1, description="Factor after `growth_interval` good steps in a row; 1: it never grows."
+    )
+    growth_interval: PositiveInt = Field(2000, description="Good steps before the scale grows.")
+    backoff: float = Field(0.5, gt=0, lt=1, description="Factor after a skipped step.")
+    floor: PositiveFloat = Field(1.0, description="An overflow at this scale ends the job.")
+    ceiling: PositiveFloat = Field(2.0**24, description="The scale never grows beyond this.")
+
+    @model_validator(mode="after")
+    def _as_the_engine_allows(self) -> Self:
+        try:
+            EngineLossScale(**self.model_dump())
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 class Schedule(_Section):
-    """Learning rate over the steps, as a factor of the peak."""
+    """Learning rate over the updates, as a factor of the peak. A step that fp16 skips is no update."""
 
-    kind: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear rise from 0 to the peak.")
+    kind: ScheduleKind = Field("constant", description="Shape after the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Updates of linear rise from 0 to the peak.")
     final_ratio: float = Field(
-        0.1, ge=0, le=1, description="Factor reached at the last step (linear, cosine)."
+        0.1, ge=0, le=1, description="Factor reached at the job's last step (linear, cosine)."
     )
 
 
@@ -177,15 +340,19 @@ class JobSpec(_Section):
     data: Annotated[TextData | TokenData | SyntheticData, Field(discriminator="kind")] = Field(
         description="What it is trained on."
     )
-    steps: PositiveInt = Field(description="Optimizer steps in all.")
+    steps: PositiveInt = Field(description="Steps in all, those that fp16 skips included.")
     global_batch: PositiveInt = Field(description="Samples per step, whatever the number of workers.")
     micro_batch: PositiveInt = Field(
         description="Samples that one rank computes at a time; divides `global_batch`."
     )
     sequence_length: PositiveInt = Field(128, description="Tokens per sample that are predicted.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds initial parameters, data order and dropout.")
-    precision: Precision = Field(Precision.FP32, description="fp32 or bf16.")
-    optimizer: Optimizer = Field(default_factory=Optimizer)
+    precision: Precision = Field(Precision.FP32, description="fp32, bf16 or fp16.")
+    loss_scale: LossScale = Field(default_factory=LossScale)
+    optimizer: Optimizer = Field(
+        default_factory=AdamWOptimizer,
+        description="How parameters are stepped; `kind` may be left out for AdamW.",
+    )
     schedule: Schedule = Field(default_factory=Schedule)
     zero: Zero = Field(default_factory=Zero)
     workers: Workers = Field(default_factory=Workers)

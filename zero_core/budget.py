@@ -10,7 +10,7 @@ Plain integers: knows neither torch nor a process group.
 from dataclasses import dataclass
 
 from zero_core import estimate
-from zero_core.config import ITEM_BYTES, ZeroConfig
+from zero_core.config import ITEM_BYTES, OptimizerConfig, ZeroConfig
 from zero_core.estimate import Formula, gradient_sum_bytes, wire_volume
 from zero_core.layout import Layout
 from zero_core.residency import buffer_bytes, gathered_buffers, gradient_buffers, item_bytes, kept_gathered
@@ -65,9 +65,9 @@ def predict(layout: Layout, config: ZeroConfig, rank: int, *, activation_bytes: 
     return Budget(parameters, gradients, optimizer, _communication(layout, config), activation_bytes, padding)
 
 
-def optimizer_bytes(precision: str) -> int:
-    """K of AdamW: fp32 momentum and variance, and an fp32 master where parameters are not fp32."""
-    return estimate.optimizer_bytes(ITEM_BYTES[precision], estimate.moments_of("adamw"))
+def optimizer_bytes(precision: str, optimizer: OptimizerConfig) -> int:
+    """K: the optimizer's fp32 moments, and an fp32 master where parameters are not fp32."""
+    return estimate.optimizer_bytes(ITEM_BYTES[precision], len(optimizer.moments))
 
 
 def tile_rounding(layout: Layout, config: ZeroConfig, rank: int) -> int:
@@ -92,7 +92,7 @@ def _formula(layout: Layout, config: ZeroConfig) -> Formula:
     return Formula(
         stage=config.stage,
         item=ITEM_BYTES[config.precision],
-        optimizer_bytes=optimizer_bytes(config.precision),
+        optimizer_bytes=optimizer_bytes(config.precision, config.optimizer),
         sum_bytes=gradient_sum_bytes(config.micro_batches or world, world, reproducible=config.reproducible),
     )
 

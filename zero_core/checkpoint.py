@@ -5,8 +5,9 @@ owns, and at load every rank computes from the two layouts which ranges of which
 just those. Tensors lie in safetensors files, all else in the JSON manifest; nothing is pickled. Both
 functions are collective: an error on one rank is an error on all.
 
-Kinds of state: `master` (fp32; the parameters themselves in fp32 training), `momentum`, `variance` for
-trainable units, `model` for frozen ones, and the model's buffers.
+Kinds of state: `master` (fp32; the parameters themselves in fp32 training) and the optimizer's moments
+(`momentum`, `variance`) for trainable units, `model` for frozen ones, and the model's buffers. The manifest
+carries the counts of steps and of updates, and the loss scale.
 """
 
 import os
@@ -27,7 +28,6 @@ from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError
 from zero_core.layout import pulls
 from zero_core.manifest import Manifest
-from zero_core.optimizer import STATE_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def load(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
     """Fill the engine with the state in `folder`, whatever N and stage wrote it; returns `extra`.
 
     Raises CheckpointError on every rank if any rank cannot read what it needs, or if the checkpoint is of
-    another model or precision.
+    another model or precision, or of an optimizer that keeps other states.
     """
     with together(engine.collectives, f"loading {folder}", CheckpointError):
         manifest = manifests.read(folder)
@@ -87,7 +87,9 @@ def load(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
             for held in held_states(engine, whole_replicas=True):
                 _fill(engine, manifest, shards, held)
         _load_buffers(engine, folder / manifests.BUFFERS)
-        engine.optimizer.steps_done = manifest.step
+        engine.steps_done = manifest.step
+        engine.optimizer.steps_done = manifest.step if manifest.updates is None else manifest.updates
+        engine.gate.load_state_dict(manifest.loss_scale)
     engine.refresh_parameters()
     return dict(manifest.extra)
 
@@ -95,7 +97,7 @@ def load(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
 def held_states(engine: ZeroEngine, *, whole_replicas: bool) -> Iterator[HeldState]:
     """The flat states of this rank: all it holds, or only the part it owns of what is replicated."""
     for state in engine.optimizer.states:
-        for kind in STATE_KINDS:
+        for kind in state.kinds:
             tensor, start = getattr(state, kind), state.start
             if not whole_replicas:
                 tensor = tensor[state.unit.start - start : state.unit.stop - start]
@@ -147,6 +149,9 @@ def _commit(
         files={name: (temporary / name).stat().st_size for name in names},
         extra=extra,
         created=time.time(),
+        updates=engine.optimizer.steps_done,
+        states=_state_kinds(engine),
+        loss_scale=engine.gate.state_dict(),
     )
     draft = temporary / f"{manifests.MANIFEST}.part"
     with draft.open("w", encoding="utf-8") as file:
@@ -173,6 +178,12 @@ def _check_same_model(engine: ZeroEngine, manifest: Manifest, folder: Path) -> N
             f"{folder} was saved in {manifest.precision}, the engine runs in {engine.config.precision}: "
             "use the same precision"
         )
+    if set(manifest.states) != set(_state_kinds(engine)):
+        raise CheckpointError(
+            f"{folder} holds {', '.join(manifest.states)} of each parameter, and "
+            f"{type(engine.config.optimizer).__name__} steps with {', '.join(_state_kinds(engine))}: "
+            "use the optimizer it was saved with"
+        )
     if manifest.layout.units == engine.layout.units:
         return
     saved = {(s.name, s.shape, u.trainable) for u in manifest.layout.units for s in u.slots}
@@ -182,6 +193,10 @@ def _check_same_model(engine: ZeroEngine, manifest: Manifest, folder: Path) -> N
         f"{folder} holds another model (name, shape, trainable): not in it {missing}, only in it {extra}; "
         "or the same parameters grouped into other units"
     )
+
+
+def _state_kinds(engine: ZeroEngine) -> tuple[str, ...]:
+    return "master", *engine.config.optimizer.moments
 
 
 class _Shards:

@@ -1,40 +1,240 @@
 """Settings of the engine. Plain values: knows neither torch nor a process group."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, TypeAlias
 
 from zero_core.errors import ConfigError
 
 Stage = Literal[0, 1, 2, 3]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+ScheduleKind = Literal["constant", "linear", "cosine"]
 
-ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2}
+ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one element of the compute dtype."""
 
 TILE_STEP = 64
 """A tile is a multiple of this: cuts at such places leave a vectorised kernel's rounding as it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWConfig:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on fp32 master parameters.
+DEFAULT_GROUP = "default"
+"""The group of the parameters that no pattern matches."""
 
-    Weight decay applies to parameters of two or more dimensions: biases and norms are left out.
-    """
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AdamSettings:
+    """What Adam and AdamW share."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = 0.01
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0 or not self.eps > 0 or not self.weight_decay >= 0:
+        _check_rates(self.lr, self.weight_decay)
+        if not 0 < self.eps < math.inf:
+            raise ConfigError(f"eps {self.eps} must be positive")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas {self.betas} must be two numbers in [0, 1)")
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The fp32 states kept for each parameter beside its master."""
+        return "momentum", "variance"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig(_AdamSettings):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) on fp32 master parameters.
+
+    lr            learning rate, before the schedule
+    betas         decay of the running means of the gradient and of its square
+    eps           added to the denominator
+    weight_decay  decoupled from the gradient. Applies to parameters of two or more dimensions: biases and
+                  norms are left out, unless a group says otherwise
+    """
+
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamConfig(_AdamSettings):
+    """Adam (Kingma and Ba, arXiv 1412.6980) on fp32 master parameters.
+
+    lr            learning rate, before the schedule
+    betas         decay of the running means of the gradient and of its square
+    eps           added to the denominator
+    weight_decay  L2 penalty: this times the parameter is added to the clipped gradient. Applies as AdamW's
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGDConfig:
+    """Stochastic gradient descent on fp32 master parameters, as torch.optim.SGD computes it.
+
+    lr            learning rate, before the schedule
+    momentum      decay of the running sum of gradients; 0: none is kept
+    dampening     the gradient enters that sum times 1 - dampening, but for the first, which starts it whole
+    nesterov      look ahead along the momentum; needs a momentum and no dampening
+    weight_decay  L2 penalty: this times the parameter is added to the clipped gradient. Applies as AdamW's
+    """
+
+    lr: float = 1e-2
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_rates(self.lr, self.weight_decay)
+        if not 0 <= self.momentum < 1 or not 0 <= self.dampening <= 1:
             raise ConfigError(
-                f"lr {self.lr} and weight_decay {self.weight_decay} must not be negative, "
-                f"eps {self.eps} must be positive"
+                f"momentum {self.momentum} must lie in [0, 1), dampening {self.dampening} in [0, 1]"
             )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas {self.betas} must lie in [0, 1)")
+        if self.nesterov and not (self.momentum and not self.dampening):
+            raise ConfigError(
+                f"nesterov needs a momentum and no dampening: "
+                f"momentum is {self.momentum}, dampening {self.dampening}"
+            )
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The fp32 states kept for each parameter beside its master."""
+        return ("momentum",) if self.momentum else ()
+
+
+OptimizerConfig: TypeAlias = AdamWConfig | AdamConfig | SGDConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters stepped with settings of their own. None: as the optimizer has it.
+
+    name          what reports call it
+    patterns      shell-style patterns (`*`, `?`, `[...]`) over whole parameter names; a tied parameter goes
+                  by the first of its names. The first group that matches has the parameter; a group
+                  that matches nothing is fine
+    lr            learning rate, before the schedule, in place of the optimizer's
+    lr_factor     times the optimizer's learning rate; instead of `lr`
+    weight_decay  applies to all of the group's parameters, whatever their dimensions
+    betas, eps    Adam and AdamW only
+    momentum, dampening, nesterov  SGD only; momentum may not turn to or from 0, as all units keep one or none
+    """
+
+    name: str
+    patterns: tuple[str, ...]
+    lr: float | None = None
+    lr_factor: float | None = None
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    dampening: float | None = None
+    nesterov: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name == DEFAULT_GROUP:
+            raise ConfigError(
+                f"a group cannot be called {self.name!r}: {DEFAULT_GROUP!r} is all that no group matches"
+            )
+        if isinstance(self.patterns, str):
+            raise ConfigError(f"patterns of group {self.name!r} must be a tuple, not {self.patterns!r}")
+        if self.lr is not None and self.lr_factor is not None:
+            raise ConfigError(
+                f"group {self.name!r} has both lr {self.lr} and lr_factor {self.lr_factor}: set one of them"
+            )
+        if self.lr_factor is not None and not 0 <= self.lr_factor < math.inf:
+            raise ConfigError(f"lr_factor {self.lr_factor} of group {self.name!r} must not be negative")
+
+    def applied(self, optimizer: OptimizerConfig) -> OptimizerConfig:
+        """The optimizer's settings as this group has them; ConfigError for one that the optimizer has not."""
+        changes = {
+            f.name: value
+            for f in fields(self)
+            if f.name not in ("name", "patterns", "lr_factor")
+            and (value := getattr(self, f.name)) is not None
+        }
+        unknown = sorted(changes.keys() - {f.name for f in fields(optimizer)})
+        if unknown:
+            raise ConfigError(
+                f"group {self.name!r} sets {unknown}, which {type(optimizer).__name__} has not: "
+                f"it has {sorted(f.name for f in fields(optimizer))}"
+            )
+        if self.lr_factor is not None:
+            changes["lr"] = optimizer.lr * self.lr_factor
+        try:
+            applied = replace(optimizer, **changes)
+        except ConfigError as error:
+            raise ConfigError(f"group {self.name!r}: {error}") from error
+        if applied.moments != optimizer.moments:
+            raise ConfigError(
+                f"group {self.name!r} sets momentum {self.momentum}, but the optimizer's is not: "
+                "either all parameters have a momentum or none"
+            )
+        return applied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate over the optimizer's updates, as a factor of each group's rate.
+
+    kind          shape after the warm-up
+    warmup_steps  updates of linear rise; the last of them has factor 1
+    total_steps   the update count at which `final_ratio` is reached and kept; linear and cosine need it
+    final_ratio   factor of the last update (linear, cosine)
+    """
+
+    kind: ScheduleKind = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    final_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"schedule kind {self.kind!r} must be constant, linear or cosine")
+        if self.warmup_steps < 0 or not 0 <= self.final_ratio <= 1:
+            raise ConfigError(
+                f"warmup_steps {self.warmup_steps} must not be negative, "
+                f"final_ratio {self.final_ratio} must lie in [0, 1]"
+            )
+        if self.total_steps is None and self.kind != "constant":
+            raise ConfigError(f"a {self.kind} schedule needs total_steps: the steps until final_ratio")
+        if self.total_steps is not None and not self.total_steps >= max(1, self.warmup_steps):
+            raise ConfigError(
+                f"total_steps {self.total_steps} must be at least 1 and warmup_steps {self.warmup_steps}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scaling, in fp16 only: the loss is multiplied before backward, gradients divided after it.
+
+    initial          the first scale. Powers of two keep scaling exact, here and in the two factors
+    growth           factor after `growth_interval` good steps in a row; 1: never grows
+    growth_interval  good steps before the scale grows
+    backoff          factor after a step whose gradients overflowed, which is skipped
+    floor            an overflow at this scale is an error
+    ceiling          the scale never grows beyond this
+    """
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    growth_interval: int = 2000
+    backoff: float = 0.5
+    floor: float = 1.0
+    ceiling: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not 0 < self.floor <= self.initial <= self.ceiling < math.inf:
+            raise ConfigError(
+                f"loss scale must satisfy 0 < floor {self.floor} <= initial {self.initial} "
+                f"<= ceiling {self.ceiling}, all finite"
+            )
+        if not 1 <= self.growth < math.inf or not 0 < self.backoff < 1 or self.growth_interval < 1:
+            raise ConfigError(
+                f"loss scale: growth {self.growth} and growth_interval {self.growth_interval} must be at "
+                f"least 1, backoff {self.backoff} must lie between 0 and 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +242,12 @@ class ZeroConfig:
     """How a model is partitioned and stepped.
 
     stage           0: nothing partitioned; 1: optimizer states; 2: and gradients; 3: and parameters
-    precision       dtype of forward and backward; bf16 keeps fp32 master parameters and moments
+    precision       dtype of forward and backward; bf16 and fp16 keep fp32 master parameters and moments
     micro_batches   M, the micro-batches of one step over all ranks; None: one for each rank
+    optimizer       which one, and its settings for the parameters that no group matches
+    groups          parameters with settings of their own; the first match counts
+    schedule        learning rates over the updates
+    loss_scale      how fp16 keeps small gradients; not used in fp32 and bf16
     clip_norm       largest global gradient norm; None: gradients are not clipped
     tile            elements of the smallest piece of a unit that can change owner; a multiple of 64
     staging_bytes   size of the one communication buffer; it does not grow with the model
@@ -64,7 +268,10 @@ class ZeroConfig:
     stage: Stage = 2
     precision: Precision = "fp32"
     micro_batches: int | None = None
-    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    groups: tuple[ParameterGroup, ...] = ()
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss_scale: LossScale = field(default_factory=LossScale)
     clip_norm: float | None = None
     tile: int = 256
     staging_bytes: int = 8 << 20
@@ -106,3 +313,17 @@ class ZeroConfig:
             raise ConfigError(f"collective_timeout_s {self.collective_timeout_s} must be positive")
         if self.staging_bytes < 4096:
             raise ConfigError(f"staging_bytes {self.staging_bytes} must be at least 4096")
+        _check_groups(self.groups, self.optimizer)
+
+
+def _check_groups(groups: tuple[ParameterGroup, ...], optimizer: OptimizerConfig) -> None:
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"groups {names} must have different names")
+    for group in groups:
+        group.applied(optimizer)  # refuses what the optimizer has not
+
+
+def _check_rates(lr: float, weight_decay: float) -> None:
+    if not 0 <= lr < math.inf or not 0 <= weight_decay < math.inf:
+        raise ConfigError(f"lr {lr} and weight_decay {weight_decay} must be finite and not negative")

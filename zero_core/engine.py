@@ -7,7 +7,7 @@ The engine is the shell that wires the rooms together and keeps the order of a s
     step           engine.step()        norm, clip, update of the owned part,             optimizer
                                         stages 1-2 gather the new parameters              collectives
 
-It knows nothing of data, schedules, checkpoints' files or where ranks run.
+It knows nothing of data, checkpoints' files or where ranks run.
 """
 
 import math
@@ -26,15 +26,17 @@ from zero_core.access import ParameterAccess
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Pending
 from zero_core.config import ZeroConfig
-from zero_core.errors import ConfigError, NonFiniteError, UsageError
+from zero_core.errors import ConfigError, UsageError
 from zero_core.freezing import Freezing
 from zero_core.gathering import Gatherer
 from zero_core.materialise import Initialise
 from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, occupied_bytes, resident_bytes
-from zero_core.optimizer import FlatAdamW
+from zero_core.optimizer import FlatOptimizer
 from zero_core.partition import bytes_of, device_of, partition
+from zero_core.precision import StepGate
 from zero_core.reduction import Reducer
 from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
+from zero_core.schedule import rates
 from zero_core.summation import EXPANSION, collect, exact_square_sum, expand, square_sum
 from zero_core.trees import map_tensors
 from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
@@ -44,10 +46,15 @@ from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
 class StepReport:
     """What one step did.
 
-    step        finished steps, so 1 after the first
+    step        finished steps, so 1 after the first; skipped ones are counted
     loss        mean over the step's M micro-batches on all ranks; the same bits everywhere
-    grad_norm   2-norm of the mean gradient before clipping
+    grad_norm   2-norm of the mean gradient before clipping, without the loss scale; not finite where the
+                gradients overflowed
     clip_coefficient  what gradients were multiplied by
+    lr          the learning rate of each group in this step, by name
+    skipped     whether fp16 gradients (or the loss) were not finite, so that nothing was updated
+    skipped_steps  how many steps were skipped so far, this one included
+    loss_scale  that this step's losses were multiplied by; 1 but in fp16
     ballot      sums over ranks of the numbers passed to `step`
     bytes_sent  by this rank since the last step: reduce, gather, gather_backward, control;
                 access where parameters were read or written whole
@@ -60,6 +67,10 @@ class StepReport:
     loss: float
     grad_norm: float
     clip_coefficient: float
+    lr: dict[str, float]
+    skipped: bool
+    skipped_steps: int
+    loss_scale: float
     ballot: tuple[float, ...]
     bytes_sent: dict[str, int]
     bytes_by_transport: dict[str, int]
@@ -135,7 +146,10 @@ class ZeroEngine:
             prefetch=config.prefetch_units > 0,
         )
         states = partition(model, self.units, self.collectives, config, initialise)
-        self.optimizer = FlatAdamW(config.optimizer, states)
+        self.optimizer = FlatOptimizer(config, states)
+        self.gate = StepGate(config)
+        self.steps_done = 0
+        """Finished steps of data, the skipped ones included; updates are `optimizer.steps_done`."""
         self._reducer = Reducer(
             self.units,
             self.collectives,
@@ -172,8 +186,9 @@ class ZeroEngine:
         return range(self.rank, self._total, self.world_size)
 
     @property
-    def steps_done(self) -> int:
-        return self.optimizer.steps_done
+    def learning_rates(self) -> dict[str, float]:
+        """The rate of each group in the step under way, by name."""
+        return rates(self.config, self.optimizer.steps_done)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Floating tensors among the arguments are cast to the compute dtype."""
@@ -218,7 +233,7 @@ class ZeroEngine:
         self._gatherer.begin("backward")
         try:
             with self._timed("backward"):
-                (loss / self._total).backward()  # type: ignore[no-untyped-call]
+                self._scaled(loss).backward()  # type: ignore[no-untyped-call]
                 self._reducer.end_micro_batch()
         finally:
             self._gatherer.release_all()
@@ -232,11 +247,12 @@ class ZeroEngine:
     def step(self, *, lr: float | None = None, ballot: Sequence[float] = ()) -> StepReport:
         """Finish the step: clip, update, gather.
 
-        lr      learning rate of this update, default the configured one
+        lr      in place of the optimizer's configured rate; the schedule's factor applies to it too
         ballot  a few numbers that are summed over ranks in the step's own small collective
 
-        Raises NonFiniteError, on every rank and before anything is updated, where the gradient norm is
-        not finite.
+        Where the gradient norm or the loss is not finite, nothing is updated on any rank: in fp32 and bf16
+        NonFiniteError is raised; in fp16 the step is skipped, which the report says, until the loss scale has
+        backed off to its floor: then LossScaleError.
         """
         if self._computed != len(self.micro_batches):
             raise UsageError(
@@ -248,21 +264,34 @@ class ZeroEngine:
         self._reducer.finish()
         grad_norm, loss, ballots = self._agree(ballot)
         self._reset_round()
-        if not math.isfinite(grad_norm):
-            raise NonFiniteError(
-                f"gradient norm {grad_norm} after step {self.steps_done} (mean loss {loss}): "
-                "parameters are unchanged; lower the learning rate or look at the data of this step"
-            )
+        scale = self.gate.scale
+        grad_norm /= scale
         clip = self.config.clip_norm
         coefficient = 1.0 if clip is None else min(1.0, clip / (grad_norm + 1e-6))
-        gradients = self._held_gradients()
-        with self._timed("optimizer"):
-            rate = self.config.optimizer.lr if lr is None else lr
-            self.optimizer.step(gradients, lr=rate, scale=coefficient)
-        self._share_parameters()
+        by_group = rates(self.config, self.optimizer.steps_done, lr=lr)
+        passes = self.gate.passes(grad_norm=grad_norm, loss=loss, step=self.steps_done)
+        if passes:
+            gradients = self._held_gradients()
+            with self._timed("optimizer"):
+                self.optimizer.step(gradients, rates=by_group, divisor=scale / coefficient)
+            self._share_parameters()
+        self.steps_done += 1
         self.collectives.steps += 1
         sent, transport, seconds = self.collectives.ledger.take()
-        return StepReport(self.steps_done, loss, grad_norm, coefficient, ballots, sent, transport, seconds)
+        return StepReport(
+            step=self.steps_done,
+            loss=loss,
+            grad_norm=grad_norm,
+            clip_coefficient=coefficient if passes else 0.0,
+            lr=by_group,
+            skipped=not passes,
+            skipped_steps=self.gate.skipped,
+            loss_scale=scale,
+            ballot=ballots,
+            bytes_sent=sent,
+            bytes_by_transport=transport,
+            seconds=seconds,
+        )
 
     def full_parameters(
         self, *, write: bool = False, names: Sequence[str] | None = None
@@ -337,6 +366,13 @@ class ZeroEngine:
         self.collectives.ledger.take()
 
     # -- within a step ----------------------------------------------------------------------------
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's share of the step's mean, times the loss scale in fp16."""
+        if self.config.precision != "fp16":
+            return loss / self._total
+        # In fp32: a loss in fp16 times its scale would leave the range.
+        return loss.float() * (self.gate.scale / self._total)
 
     def _active(self) -> int:
         """How many ranks, the first ones, have a micro-batch of their own in the current round."""
@@ -471,7 +507,8 @@ class ZeroEngine:
     def _cast(self, value: Any) -> Any:
         if self.config.precision == "fp32":
             return value
-        return map_tensors(value, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
+        dtype = held_dtype("compute", self.config.precision)
+        return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -8,6 +8,7 @@
     |- PeerLostError        another rank ended, left the group or does not answer
     |- StateDictError       a state dict does not fit the engine's model, ranks or stage
     |- NonFiniteError       a loss or a gradient norm is inf or nan
+    |  `- LossScaleError    fp16 gradients overflow at the smallest loss scale
     `- CheckpointError      a checkpoint cannot be written, or read back exactly
 
 Each message says what failed, the value seen and what to change. `assert` guards our own invariants only.
@@ -44,6 +45,10 @@ class StateDictError(ZeroError):
 
 class NonFiniteError(ZeroError):
     """A loss or a gradient norm is inf or nan."""
+
+
+class LossScaleError(NonFiniteError):
+    """Gradients in fp16 are not finite although the loss scale is at its floor."""
 
 
 class CheckpointError(ZeroError):

@@ -16,8 +16,6 @@ from zero_core.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
 
-COMPUTE_BYTES: dict[str, int] = {**ITEM_BYTES, "fp16": 2}
-"""Bytes of one element of the compute dtype, for every precision that can be planned."""
 
 MOMENTS: dict[str, int] = {"adamw": 2, "adam": 2, "sgd": 1}
 """fp32 numbers that an optimizer keeps for a parameter beside its master; sgd: with momentum."""
@@ -142,17 +140,15 @@ class Training:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
-        if self.precision not in COMPUTE_BYTES:
-            raise ConfigError(
-                f"precision {self.precision!r} must be one of {', '.join(sorted(COMPUTE_BYTES))}"
-            )
+        if self.precision not in ITEM_BYTES:
+            raise ConfigError(f"precision {self.precision!r} must be one of {', '.join(sorted(ITEM_BYTES))}")
         if self.moments < 0:
             raise ConfigError(f"moments {self.moments} must not be negative")
 
     @property
     def item(self) -> int:
         """Bytes of an element of the compute dtype."""
-        return COMPUTE_BYTES[self.precision]
+        return ITEM_BYTES[self.precision]
 
 
 def model_states(parameters: int, training: Training, stage: int) -> ModelStates:

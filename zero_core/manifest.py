@@ -31,10 +31,15 @@ _FOLDER = regex(r"step-(\d{8,})\.g(\d{4,})")
 class Manifest:
     """Everything about a checkpoint but the tensors.
 
+    step     finished steps of data
     layout   the logical space and the cut at the saving world size
     files    bytes of each file, by its computed name
     extra    what the caller wants back: JSON values
     created  Unix seconds
+    updates  the optimizer's own count: steps without those that fp16 skipped. None in manifests from before
+             there was one: as many as steps
+    states   kinds of optimizer state for each trainable unit
+    loss_scale  state of the loss scaling; None but in fp16
     """
 
     step: int
@@ -45,6 +50,9 @@ class Manifest:
     files: Mapping[str, int]
     extra: Mapping[str, Any]
     created: float
+    updates: int | None = None
+    states: tuple[str, ...] = ("master", "momentum", "variance")
+    loss_scale: Mapping[str, Any] | None = None
 
     @property
     def world_size(self) -> int:
@@ -69,6 +77,8 @@ class Manifest:
                 )
                 for unit in layout["units"]
             )
+            if "states" in data:
+                data["states"] = tuple(data["states"])
             return cls(layout=Layout(units, layout["tile"], layout["world_size"]), **data)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise CheckpointError(f"{source} is not a checkpoint manifest: {error!r}") from error

@@ -1,23 +1,24 @@
-"""AdamW on the flat, owned part of every unit.
+"""Adam, AdamW and SGD on the flat, owned part of every unit.
 
-Owns master parameters, momentum and variance. Knows ranges of units and flat tensors; not modules, nor
-how gradients came about. The update is torch's fused kernel over slices of the flat tensors, one slice
-for each run of parameters with the same hyper-parameters.
+Owns master parameters and moments. Knows ranges of units and flat tensors; not modules, nor how gradients
+came about. The update is torch's fused kernel over slices of the flat tensors, one slice for each run of
+parameters with the same settings.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from zero_core.config import TILE_STEP, AdamWConfig
-from zero_core.layout import Unit
+from zero_core.config import AdamWConfig, OptimizerConfig, SGDConfig, ZeroConfig
+from zero_core.groups import Stepping, runs
 from zero_core.units import FlatUnit
 
-# The optimizer widens bf16 gradients in runs of this many elements, which stay in the cache.
+# The optimizer widens 16-bit gradients in runs of this many elements, which stay in the cache.
 _RUN = 1 << 16
 
 STATE_KINDS = ("master", "momentum", "variance")
+"""All kinds of state there are, in order; which of them a run has is `UnitStates.kinds`."""
 
 
 @dataclass(slots=True)
@@ -26,7 +27,8 @@ class UnitStates:
 
     master     [held] fp32; in fp32 training the parameters themselves
     compute    [held] compute dtype: the parameters that the update is written to
-    momentum, variance  [held] fp32
+    momentum   [held] fp32: Adam's running mean of gradients, SGD's running sum; None for SGD without momentum
+    variance   [held] fp32: Adam's running mean of squares; None for SGD
     """
 
     unit: FlatUnit
@@ -34,124 +36,154 @@ class UnitStates:
     stop: int
     master: torch.Tensor
     compute: torch.Tensor
-    momentum: torch.Tensor
-    variance: torch.Tensor
+    momentum: torch.Tensor | None
+    variance: torch.Tensor | None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of state it has; each is the attribute of that name."""
+        return tuple(kind for kind in STATE_KINDS if getattr(self, kind) is not None)
 
 
-class FlatAdamW:
+def new_states(
+    config: OptimizerConfig,
+    unit: FlatUnit,
+    start: int,
+    stop: int,
+    *,
+    master: torch.Tensor,
+    compute: torch.Tensor,
+) -> UnitStates:
+    """The states of elements [start, stop) of a unit before the first update: moments of zeros."""
+    moments = {
+        kind: torch.zeros(stop - start, dtype=torch.float32, device=master.device) for kind in config.moments
+    }
+    return UnitStates(
+        unit=unit,
+        start=start,
+        stop=stop,
+        master=master,
+        compute=compute,
+        momentum=moments.get("momentum"),
+        variance=moments.get("variance"),
+    )
+
+
+class FlatOptimizer:
     """Steps all units' held ranges."""
 
-    def __init__(self, config: AdamWConfig, states: Sequence[UnitStates]) -> None:
+    def __init__(self, config: ZeroConfig, states: Sequence[UnitStates]) -> None:
         self._config = config
         self.states = list(states)
-        self._runs = [list(decay_runs(s.unit.unit, s.start, s.stop)) for s in self.states]
+        self._pieces = [_by_settings(config, state, None) for state in self.states]
         device = self.states[0].master.device if self.states else torch.device("cpu")
         self._step = torch.zeros((), dtype=torch.float32, device=device)
+        self._steps_done = 0
 
     @property
     def steps_done(self) -> int:
-        return int(self._step.item())
+        """Updates carried out; skipped steps are not among them."""
+        return self._steps_done
 
     @steps_done.setter
     def steps_done(self, value: int) -> None:
+        self._steps_done = value
         self._step.fill_(value)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of both moments, and of the master where it is not the parameters themselves."""
+        """Bytes of the moments, and of the master where it is not the parameters themselves."""
         total = 0
         for state in self.states:
-            total += state.momentum.numel() * 4 + state.variance.numel() * 4
+            total += sum(getattr(state, kind).numel() * 4 for kind in state.kinds if kind != "master")
             if state.master.dtype != state.compute.dtype:
                 total += state.master.numel() * 4
         return total
 
     def select(self, trained: frozenset[str]) -> None:
         """From now on step these parameters only; the others keep their values and moments as they are."""
-        self._runs = [list(decay_runs(s.unit.unit, s.start, s.stop, trained)) for s in self.states]
+        self._pieces = [_by_settings(self._config, state, trained) for state in self.states]
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[torch.Tensor], *, lr: float, scale: float) -> None:
-        """One update. gradients: a [held] tensor per unit, fp32 or compute dtype, scaled by `scale`."""
+    def step(self, gradients: Sequence[torch.Tensor], *, rates: Mapping[str, float], divisor: float) -> None:
+        """One update.
+
+        gradients  a [held] tensor per unit, fp32 or compute dtype; fp32 ones are divided in place
+        rates      the learning rate of every group, by name
+        divisor    what gradients are divided by: loss scale over clip coefficient
+        """
         self._step += 1
-        for state, runs, gradient in zip(self.states, self._runs, gradients, strict=True):
-            widened = gradient if gradient.dtype == torch.float32 else None
-            for decays in (True, False):
-                pieces = [(a, b) for a, b, decay in runs if decay == decays]
-                if widened is None:
-                    pieces = [piece for a, b in pieces for piece in _split(a, b, _RUN)]
-                    for a, b in pieces:
-                        self._update(state, [(a, b)], [gradient[a:b].float()], decays, lr, scale)
-                elif pieces:
-                    self._update(state, pieces, [widened[a:b] for a, b in pieces], decays, lr, scale)
+        # The kernel divides gradients by it: neither clipping nor unscaling costs a pass of its own.
+        unscale = torch.tensor(divisor, device=self._step.device) if divisor != 1.0 else None
+        for state, by_settings, gradient in zip(self.states, self._pieces, gradients, strict=True):
+            for how, pieces in by_settings:
+                lr = rates[how.group]
+                if gradient.dtype == torch.float32:
+                    parts = [gradient[a:b] for a, b in pieces]
+                    self._update(state, pieces, parts, how.settings, lr, unscale)
+                    continue
+                for a, b in (part for piece in pieces for part in _split(*piece, _RUN)):
+                    self._update(state, [(a, b)], [gradient[a:b].float()], how.settings, lr, unscale)
             if state.master.dtype != state.compute.dtype:
                 state.compute.copy_(state.master)
+        self._steps_done += 1
 
     def _update(
         self,
         state: UnitStates,
-        pieces: list[tuple[int, int]],
+        pieces: Sequence[tuple[int, int]],
         gradients: list[torch.Tensor],
-        decays: bool,
+        settings: OptimizerConfig,
         lr: float,
-        scale: float,
+        unscale: torch.Tensor | None,
     ) -> None:
-        # The kernel divides gradients by grad_scale: clipping costs no pass of its own.
-        unscale = torch.tensor(1.0 / scale, device=self._step.device) if scale != 1.0 else None
-        torch._fused_adamw_(
-            [state.master[a:b] for a, b in pieces],
+        masters = [state.master[a:b] for a, b in pieces]
+        momentum = [] if state.momentum is None else [state.momentum[a:b] for a, b in pieces]
+        if isinstance(settings, SGDConfig):
+            torch._fused_sgd_(
+                masters,
+                gradients,
+                momentum,
+                weight_decay=settings.weight_decay,
+                momentum=settings.momentum,
+                lr=lr,
+                dampening=settings.dampening,
+                nesterov=settings.nesterov,
+                maximize=False,
+                # The very first gradient starts the momentum undampened. The buffer is there from the
+                # beginning, so the count of updates says which one is the first, after a resume too.
+                is_first_step=self._steps_done == 0,
+                grad_scale=unscale,
+            )
+            return
+        assert state.variance is not None
+        kernel = torch._fused_adamw_ if isinstance(settings, AdamWConfig) else torch._fused_adam_
+        kernel(
+            masters,
             gradients,
-            [state.momentum[a:b] for a, b in pieces],
+            momentum,
             [state.variance[a:b] for a, b in pieces],
             [],
             [self._step] * len(pieces),
             lr=lr,
-            beta1=self._config.betas[0],
-            beta2=self._config.betas[1],
-            weight_decay=self._config.weight_decay if decays else 0.0,
-            eps=self._config.eps,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
             amsgrad=False,
             maximize=False,
             grad_scale=unscale,
         )
 
 
-def decay_runs(
-    unit: Unit, start: int, stop: int, trained: frozenset[str] | None = None
-) -> Iterator[tuple[int, int, bool]]:
-    """Cut [start, stop) of a unit into runs (from, to, decays), relative to `start`.
-
-    trained  names of the parameters that are in any run; None: all
-
-    Parameters of two or more dimensions decay; biases, norms and scalars do not. A run that begins between
-    two multiples of `TILE_STEP` elements is cut at the second: a vectorised kernel rounds the last few
-    elements of a slice by other instructions, so slices must end at the same places whoever owns them.
-    """
-    for a, b, decays in _same_decay(unit, start, stop, trained):
-        aligned = min(b, -(-(start + a) // TILE_STEP) * TILE_STEP - start)
-        if a < aligned:
-            yield a, aligned, decays
-        if aligned < b:
-            yield aligned, b, decays
-
-
-def _same_decay(
-    unit: Unit, start: int, stop: int, trained: frozenset[str] | None
-) -> Iterator[tuple[int, int, bool]]:
-    open_run: tuple[int, int, bool] | None = None
-    for slot in unit.slots:
-        a, b = max(slot.offset, start) - start, min(slot.stop, stop) - start
-        if a >= b or (trained is not None and slot.name not in trained):
-            continue
-        decays = len(slot.shape) >= 2
-        if open_run and open_run[1:] == (a, decays):
-            open_run = (open_run[0], b, decays)
-        else:
-            if open_run:
-                yield open_run
-            open_run = (a, b, decays)
-    if open_run:
-        yield open_run
+def _by_settings(
+    config: ZeroConfig, state: UnitStates, trained: frozenset[str] | None
+) -> list[tuple[Stepping, list[tuple[int, int]]]]:
+    """The state's runs, those with the same settings together: one call of the kernel takes them all."""
+    found: dict[Stepping, list[tuple[int, int]]] = {}
+    for a, b, how in runs(config, state.unit.unit, state.start, state.stop, trained):
+        found.setdefault(how, []).append((a, b))
+    return list(found.items())
 
 
 def _split(start: int, stop: int, run: int) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from torch import nn
 from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
 from zero_core.materialise import Initialise, initial_values
-from zero_core.optimizer import UnitStates
+from zero_core.optimizer import UnitStates, new_states
 from zero_core.units import FlatUnit, UnitState
 
 
@@ -33,7 +33,7 @@ def partition(
         if config.broadcast_initial:
             collectives.broadcast(flat)
         if unit.unit.trainable:
-            states[unit.index] = _states_of(unit, flat, collectives, stage=config.stage)
+            states[unit.index] = _states_of(unit, flat, collectives, config)
         else:
             _place(unit, flat, collectives, stage=config.stage)
         del flat  # before the next unit is begun
@@ -55,26 +55,21 @@ def bytes_of(model: nn.Module, device: torch.device) -> int:
     return sum(storages.values())
 
 
-def _states_of(unit: FlatUnit, original: torch.Tensor, collectives: Collectives, *, stage: int) -> UnitStates:
+def _states_of(
+    unit: FlatUnit, original: torch.Tensor, collectives: Collectives, config: ZeroConfig
+) -> UnitStates:
     """Place a trainable unit whose values are in `original`, [padded] fp32, and build its states."""
-    start, stop = (0, unit.numel) if stage == 0 else (unit.start, unit.stop)
+    start, stop = (0, unit.numel) if config.stage == 0 else (unit.start, unit.stop)
     # Masters come from the unrounded values: the model is cast after they have been taken.
     mixed = unit.dtype != torch.float32
     master = original[start:stop].clone() if mixed else None
-    _place(unit, original, collectives, stage=stage)
+    _place(unit, original, collectives, stage=config.stage)
     compute = unit.shard if unit.shard is not None else unit.full
     assert compute is not None
     if unit.shard is None:
         compute = compute[start:stop]
-    return UnitStates(
-        unit=unit,
-        start=start,
-        stop=stop,
-        master=compute if master is None else master,
-        compute=compute,
-        momentum=torch.zeros(stop - start, dtype=torch.float32, device=collectives.device),
-        variance=torch.zeros(stop - start, dtype=torch.float32, device=collectives.device),
-    )
+    master = compute if master is None else master
+    return new_states(config.optimizer, unit, start, stop, master=master, compute=compute)
 
 
 def _place(unit: FlatUnit, flat: torch.Tensor, collectives: Collectives, *, stage: int) -> None:

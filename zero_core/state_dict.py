@@ -105,7 +105,8 @@ def load_full_state_dict(engine: ZeroEngine, state: Mapping[str, Any] | None) ->
 def sharded_state_dict(engine: ZeroEngine) -> dict[str, Any]:
     """This rank's part of everything, copied: plain values and tensors, for `torch.save` or the like.
 
-        world_size, rank, stage, step, precision
+        world_size, rank, stage, precision
+        step, updates, loss_scale  steps of data and of the optimizer, and the state of the loss scale
         ranges   {"<kind>/<unit>": {"kind", "unit": its index, "name", "start", "stop", "tensor",
                   "parameters": [{"name", "shape", "offset"}, ...]}}
         buffers  {name: tensor}
@@ -124,6 +125,8 @@ def sharded_state_dict(engine: ZeroEngine) -> dict[str, Any]:
     return {
         **_header(engine),
         "step": engine.steps_done,
+        "updates": engine.optimizer.steps_done,
+        "loss_scale": engine.gate.state_dict(),
         "ranges": ranges,
         "buffers": {name: own[name].detach().clone() for name in sorted(persistent_buffers(engine))},
     }
@@ -146,7 +149,8 @@ def load_sharded_state_dict(engine: ZeroEngine, state: Mapping[str, Any]) -> Non
         held.tensor.copy_(state["ranges"][key]["tensor"])
     for name in persistent_buffers(engine):
         own[name].copy_(state["buffers"][name])
-    engine.optimizer.steps_done = state["step"]
+    engine.steps_done, engine.optimizer.steps_done = state["step"], state["updates"]
+    engine.gate.load_state_dict(state["loss_scale"])
     for unit in engine.units:  # frozen ones, of which stages 1 and 2 hold a part in the dict
         if not unit.unit.trainable and unit.full is not None and not _replicated(engine):
             _share(engine, unit, unit.full)

@@ -14,7 +14,7 @@ from torch import nn
 from zero_core.errors import ModelError
 from zero_core.layout import Layout, ParameterSpec, Unit, build_layout, module_units
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class UnitState(Enum):

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from tests.distributed.ranks import run_ranks
 from zero_core import ZeroConfig, ZeroEngine
 from zero_core.budget import tile_rounding
-from zero_core.config import Stage
-from zero_core.estimate import COMPUTE_BYTES, Training, model_states, wire_elements
+from zero_core.config import ITEM_BYTES, Stage
+from zero_core.estimate import Training, model_states, wire_elements
 
 pytestmark = pytest.mark.distributed
 
@@ -71,7 +71,7 @@ def test_what_is_estimated_is_what_is_measured() -> None:
         for found in (first, ranks[1][stage, precision, micro_batches]):
             assert found["states"] == (states.parameters, states.gradients, states.optimizer_states)
             assert (found["padding"], found["rounding"]) == (0, 0)
-        item = COMPUTE_BYTES[precision]
+        item = ITEM_BYTES[precision]
         for kind, elements in wire_elements(psi, training, stage).items():
             sent = sum(rank[stage, precision, micro_batches]["sent"][kind] for rank in ranks)
             assert Fraction(sent, 2 * item) == elements, (stage, precision, kind)

@@ -1,5 +1,6 @@
 """The training loop and the rendezvous on real gloo groups."""
 
+import json
 import math
 import os
 import signal
@@ -21,6 +22,7 @@ from workers.loop import Place, TrainingLoop, Wishes, make_engine, resume
 from workers.models import build_model, vocabulary
 from workers.protocol import Fault, Outcome, Wish
 from workers.rendezvous import Rendezvous
+from workers.reports import MemoryUse, RankReport
 from workers.spec import JobSpec
 from zero_core import manifest
 
@@ -148,6 +150,63 @@ def test_a_loss_that_is_not_finite_is_an_error_and_leaves_no_checkpoint(tmp_path
     with pytest.raises(RankFailedError, match=r"NonFiniteError|DivergedError"):
         run_ranks(2, _train, tmp_path, spec)
     assert all(info.step < STEPS for info in manifest.scan(tmp_path))
+
+
+def test_a_step_that_fp16_skips_is_told_and_is_one_of_the_jobs_steps(tmp_path: Path) -> None:
+    """An overflow is no divergence. Data goes on, the schedule does not; a resume does not show."""
+    spec = _spec(
+        precision="fp16",
+        loss_scale={"initial": 2.0**22, "growth_interval": 1000},
+        schedule={"kind": "constant", "warmup_steps": 9},
+        optimizer={
+            "kind": "sgd",
+            "lr": 0.1,
+            "groups": [{"name": "norms", "patterns": ["*norm*"], "lr_factor": 0.5}],
+        },
+        checkpoints={"every_steps": 100, "keep": 2},
+        steps=9,
+    )
+    whole = run_ranks(2, _train, tmp_path / "whole", spec)
+    assert [outcome for outcome, _ in whole] == [Outcome(step=9)] * 2
+    reports = [n for n in whole[0][1] if n["type"] == "report"]
+    skipped = [report["skipped"] for report in reports]
+    assert skipped[0]
+    assert not skipped[-1]
+    assert skipped == sorted(skipped, reverse=True)
+    assert reports[-1]["skipped_steps"] == sum(skipped)
+    updates = 0
+    for number, report in enumerate(reports):
+        told = RankReport.model_validate(
+            json.loads(json.dumps({**_plain(report), "seq": 1}, allow_nan=False))
+        )
+        assert (told.step, told.loss_scale) == (number + 1, 2.0 ** (22 - min(number, sum(skipped))))
+        assert (told.grad_norm is None) == told.skipped
+        assert told.lr == pytest.approx(0.1 * (updates + 1) / 9)
+        assert told.group_lrs == {"norms": pytest.approx(told.lr / 2)}
+        updates += not told.skipped
+    batches = open_batches(spec, vocabulary=31)
+    for step in range(1, 10):
+        seen = [sample for r in _reports(whole) if r["step"] == step for sample in r["samples"]]
+        assert sorted(seen) == sorted(int(i) for m in range(MICRO_BATCHES) for i in batches.ids(step - 1, m))
+    folder = tmp_path / "parts"
+    first = run_ranks(2, _train, folder, spec, (1, 3, Wish.RESIZE))
+    rest = run_ranks(2, _train, folder, spec)
+    assert [r["step"] for r in _reports(rest[:1])] == [5, 6, 7, 8, 9]
+    kept = ("step", "loss", "grad_norm", "lr", "skipped", "skipped_steps", "loss_scale", "samples")
+    again = _reports(first[:1]) + _reports(rest[:1])
+    assert [[r[k] for k in kept] for r in again] == [[r[k] for k in kept] for r in reports]
+
+
+def _plain(report: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.model_dump() if isinstance(v, MemoryUse) else v for k, v in report.items()}
+
+
+def test_fp16_that_overflows_at_the_floor_fails_as_the_jobs_fault(tmp_path: Path) -> None:
+    spec = _spec(precision="fp16", loss_scale={"initial": 2.0**23, "floor": 2.0**22})
+    with pytest.raises(
+        RankFailedError, match=r"DivergedError: step 2, .* loss scale is at its floor of 4\.1943e\+06"
+    ):
+        run_ranks(2, _train, tmp_path, spec)
 
 
 def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:

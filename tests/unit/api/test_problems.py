@@ -46,6 +46,8 @@ def test_an_unknown_route_and_a_wrong_method(shared: Running) -> None:
         ({"data": {"kind": "text", "paths": []}}, "data.paths"),
         ({"data": {"kind": "text"}}, "data.paths"),
         ({"optimizer": {"betas": [0.9, 2]}}, "optimizer.betas.1"),
+        ({"optimizer": {"kind": "sgd", "betas": [0.9, 0.9]}}, "optimizer.betas"),
+        ({"optimizer": {"groups": [{"name": "default", "patterns": []}]}}, "optimizer"),
         ({"zero": {"stage": 4}}, "zero.stage"),
         ({"global_batch": 5, "micro_batch": 2}, "body"),
     ],

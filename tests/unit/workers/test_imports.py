@@ -13,7 +13,7 @@ LIGHT = (
     "protocol",
     "policies",
     "model_shapes",
-    "schedule",
+    "engine_config",
     "orders",
 )
 

@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_core.agreement import pack, unpack
+from zero_core.config import ZeroConfig
 from zero_core.freezing import objection
+from zero_core.groups import runs
 from zero_core.layout import ParameterSpec, build_layout
-from zero_core.optimizer import decay_runs
 
 
 def test_objections_name_parameter_and_ranks() -> None:
@@ -25,10 +26,14 @@ def test_objections_name_parameter_and_ranks() -> None:
 def test_runs_leave_out_what_is_frozen_for_now() -> None:
     parameters = [ParameterSpec(n, shape) for n, shape in (("a", (8, 8)), ("b", (8, 8)), ("c", (8, 8)))]
     unit = build_layout(parameters, lambda _: "", tile=64, world_size=1).units[0]
-    assert list(decay_runs(unit, 0, 192)) == [(0, 192, True)]
-    assert list(decay_runs(unit, 0, 192, frozenset("ac"))) == [(0, 64, True), (128, 192, True)]
-    assert list(decay_runs(unit, 32, 160, frozenset("ac"))) == [(0, 32, True), (96, 128, True)]
-    assert list(decay_runs(unit, 0, 192, frozenset())) == []
+
+    def kept(start: int, stop: int, trained: frozenset[str] | None) -> list[tuple[int, int]]:
+        return [(a, b) for a, b, _ in runs(ZeroConfig(), unit, start, stop, trained)]
+
+    assert kept(0, 192, None) == [(0, 192)]
+    assert kept(0, 192, frozenset("ac")) == [(0, 64), (128, 192)]
+    assert kept(32, 160, frozenset("ac")) == [(0, 32), (96, 128)]
+    assert kept(0, 192, frozenset()) == []
 
 
 @given(st.lists(st.booleans(), max_size=200))

@@ -1,5 +1,6 @@
 """Which folders count as checkpoints, and what deletion leaves."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,16 @@ def test_scan_orders_by_step_and_prefers_the_newer_generation(tmp_path: Path) ->
     assert manifest.latest(tmp_path) == found[-1]
     assert found[0].bytes == 3 * 3
     assert manifest.scan(tmp_path / "absent") == []
+
+
+def test_a_manifest_from_before_there_were_other_optimizers_is_read(tmp_path: Path) -> None:
+    path = commit(tmp_path, 20) / manifest.MANIFEST
+    data = json.loads(path.read_text())
+    for later in ("updates", "states", "loss_scale"):
+        del data[later]
+    path.write_text(json.dumps(data))
+    found = manifest.read(path.parent)
+    assert (found.updates, found.states, found.loss_scale) == (None, ("master", "momentum", "variance"), None)
 
 
 def test_prune_keeps_the_newest_and_sweeps_interrupted_saves(tmp_path: Path) -> None:

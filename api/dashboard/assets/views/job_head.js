@@ -46,7 +46,7 @@ export class JobHead {
     const asWanted = current === wanted || FINISHED.has(job.state);
     return [
       figure("Step", progress(job.step, job.steps)),
-      figure("Loss", decimal(job.loss)),
+      figure("Loss", decimal(job.loss), report?.skipped_steps ? ` ${integer(report.skipped_steps)} steps skipped` : ""),
       figure("Throughput", compact(tokensPerSecond), " tokens/s"),
       figure("Step time", duration(report?.step_s)),
       figure("Workers", integer(current), asWanted ? ` of ${min} to ${max}` : ` / ${wanted} wanted`),
