@@ -7,6 +7,7 @@
     |- DivergenceError      ranks are about to do different things
     |- PeerLostError        another rank ended, left the group or does not answer
     |- NonFiniteError       a loss or a gradient norm is inf or nan
+    |- ArenaError           more was put into a block of memory than it was built for
     `- CheckpointError      a checkpoint cannot be written, or read back exactly
 
 Each message says what failed, the value seen and what to change. `assert` guards our own invariants only.
@@ -39,6 +40,10 @@ class PeerLostError(ZeroError):
 
 class NonFiniteError(ZeroError):
     """A loss or a gradient norm is inf or nan."""
+
+
+class ArenaError(ZeroError):
+    """A pre-allocated block of memory was asked for more than it was built for."""
 
 
 class CheckpointError(ZeroError):

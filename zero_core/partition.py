@@ -9,18 +9,24 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from zero_core.arena import Arena
 from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
 from zero_core.optimizer import UnitStates
 from zero_core.units import FlatUnit, UnitState
 
 
-def partition(units: Sequence[FlatUnit], collectives: Collectives, config: ZeroConfig) -> list[UnitStates]:
-    """Move every unit into its flat tensors and keep what the stage keeps; states of the trainable ones."""
+def partition(
+    units: Sequence[FlatUnit], collectives: Collectives, config: ZeroConfig, arena: Arena
+) -> list[UnitStates]:
+    """Move every unit into its flat tensors and keep what the stage keeps; states of the trainable ones.
+
+    arena  takes the states that are not the parameters themselves: `budget.optimizer_arena_bytes`
+    """
     states = []
     for unit in units:
         if unit.unit.trainable:
-            states.append(_states_of(unit, collectives, config))
+            states.append(_states_of(unit, collectives, config, arena))
         else:
             flat = _initial(unit, unit.dtype, collectives, config)
             _place(unit, flat, collectives, stage=config.stage)
@@ -37,13 +43,13 @@ def bytes_of(model: nn.Module, device: torch.device) -> int:
     return sum(storages.values())
 
 
-def _states_of(unit: FlatUnit, collectives: Collectives, config: ZeroConfig) -> UnitStates:
-    device = collectives.device
+def _states_of(unit: FlatUnit, collectives: Collectives, config: ZeroConfig, arena: Arena) -> UnitStates:
     start, stop = (0, unit.numel) if config.stage == 0 else (unit.start, unit.stop)
     # Masters come from the unrounded values: the model is cast after they have been taken.
     original = _initial(unit, torch.float32, collectives, config)
-    mixed = unit.dtype != torch.float32
-    master = original[start:stop].clone() if mixed else None
+    master = None
+    if unit.dtype != torch.float32:
+        master = arena.take(stop - start, torch.float32).copy_(original[start:stop])
     _place(unit, original, collectives, stage=config.stage)
     compute = unit.shard if unit.shard is not None else unit.full
     assert compute is not None
@@ -55,8 +61,8 @@ def _states_of(unit: FlatUnit, collectives: Collectives, config: ZeroConfig) -> 
         stop=stop,
         master=compute if master is None else master,
         compute=compute,
-        momentum=torch.zeros(stop - start, dtype=torch.float32, device=device),
-        variance=torch.zeros(stop - start, dtype=torch.float32, device=device),
+        momentum=arena.take(stop - start, torch.float32).zero_(),
+        variance=arena.take(stop - start, torch.float32).zero_(),
     )
 
 
