@@ -158,6 +158,7 @@ def _activations(spec: JobSpec) -> int:
         sequence_length=spec.sequence_length,
         micro_batch=spec.micro_batch,
         precision=spec.precision,
+        checkpointing=spec.zero.activation_checkpointing,
     )
 
 

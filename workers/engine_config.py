@@ -27,5 +27,6 @@ def engine_config(spec: JobSpec) -> ZeroConfig:
         tile=spec.zero.tile,
         staging_bytes=spec.zero.staging_bytes,
         reproducible=spec.zero.reproducible,
+        activation_checkpointing=spec.zero.activation_checkpointing,
         collective_timeout_s=spec.recovery.collective_timeout_s,
     )

@@ -228,6 +228,9 @@ class TrainingLoop:
                 activations=measured.activations,
                 padding=measured.padding,
                 unattributed=measured.unattributed,
+                checkpoints=measured.checkpoints,
+                recomputed=measured.recomputed,
+                fragmentation=measured.fragmentation,
             )
             self._memory, self._memory_at = (use, measured.resident), now
         return self._memory
@@ -248,6 +251,7 @@ def _predicted(engine: ZeroEngine, spec: JobSpec) -> MemoryUse:
             sequence_length=spec.sequence_length,
             micro_batch=spec.micro_batch,
             precision=spec.precision,
+            checkpointing=spec.zero.activation_checkpointing,
         )
     return MemoryUse(
         parameters=budget.parameters,

@@ -7,7 +7,8 @@ two equal, name by name and shape by shape.
 from collections.abc import Callable
 
 from workers.spec import GPTModel, Precision
-from zero_core.config import ITEM_BYTES
+from zero_core.budget import aligned
+from zero_core.config import ITEM_BYTES, Checkpointing
 from zero_core.layout import ParameterSpec, module_units
 
 MLP_RATIO = 4
@@ -51,7 +52,12 @@ def gpt_unit_of(model: GPTModel) -> Callable[[str], str]:
 
 
 def gpt_activation_bytes(
-    model: GPTModel, *, sequence_length: int, micro_batch: int, precision: Precision
+    model: GPTModel,
+    *,
+    sequence_length: int,
+    micro_batch: int,
+    precision: Precision,
+    checkpointing: Checkpointing = "none",
 ) -> int:
     """Bytes that one micro-batch's forward saves for its backward: an estimate, close to what autograd keeps.
 
@@ -59,18 +65,24 @@ def gpt_activation_bytes(
     key and value, the attention's output, the middle of the residual stream and its normed form (8), and the
     feed-forward layer before and after its activation function (2 * MLP_RATIO). The attention kernel adds a
     fp32 log-sum-exp for each head and position, the norms an fp32 mean and deviation for each position.
+
+    With checkpointing a block keeps its input alone. The peak is then at the end of forward, or where
+    backward has freed what lay behind the last block and computed that block again, whichever is more.
     """
     item = ITEM_BYTES[precision]
     positions = micro_batch * sequence_length
     stream = positions * model.hidden
     block = (8 + 2 * MLP_RATIO) * stream * item
     block += positions * model.heads * 4 + 4 * positions * 4
-    outside = 2 * stream * item + 2 * positions * 4
-    # The loss keeps fp32 log-probabilities; the token ids and the targets are int64.
-    outside += positions * model.vocabulary * 4 + 2 * positions * 8 + sequence_length * 8
+    # Token ids and targets are int64; the loss keeps fp32 log-probabilities.
+    before = positions * 8 + sequence_length * 8
+    behind = 2 * stream * item + 2 * positions * 4 + positions * model.vocabulary * 4 + positions * 8
     if model.dropout:
         # Which elements were dropped: twice in a block, once after the embedding. The CPU keeps it in the
         # compute dtype, a GPU in one byte; the larger is counted.
         block += 2 * stream * item
-        outside += stream * item
-    return model.layers * block + outside
+        before += stream * item
+    if checkpointing == "none":
+        return before + model.layers * block + behind
+    # The last block's input is part of what its recomputation saves: one tensor, in the block of checkpoints.
+    return before + model.layers * aligned(stream * item) + max(behind, block - stream * item)

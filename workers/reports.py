@@ -48,6 +48,17 @@ class MemoryUse(_Wire):
     unattributed: int = Field(
         0, description="Resident beyond the baseline and all categories; 0 in a prediction."
     )
+    checkpoints: int = Field(
+        0, description="Of `activations`: inputs of layers that are computed again; 0 in a prediction."
+    )
+    recomputed: int = Field(
+        0, description="Of `activations`: the most that one layer, computed again, saved; 0 in a prediction."
+    )
+    fragmentation: int = Field(
+        0,
+        description="Kept by the allocator between steps and used for nothing. Of another moment than the "
+        "rest, so not to be added to it. 0 in a prediction.",
+    )
 
 
 class RankReport(_Wire):

@@ -289,6 +289,11 @@ class Zero(_Section):
         description="Whether the same bits come out for every number of workers; costs log2 of the number of "
         "micro-batches in fp32 accumulators of the owned gradients. CPU only so far.",
     )
+    activation_checkpointing: Literal["none", "unit"] = Field(
+        "none",
+        description="unit: of each layer only the inputs are kept for backward, which computes the layer's "
+        "forward once more; none: all that backward needs is kept.",
+    )
 
 
 class Workers(_Section):

@@ -15,13 +15,17 @@ from zero_core.estimate import Formula, gradient_sum_bytes, wire_volume
 from zero_core.layout import Layout
 from zero_core.residency import buffer_bytes, gathered_buffers, gradient_buffers, item_bytes, kept_gathered
 
+ALIGNMENT_BYTES = 64
+"""Pieces of a pre-allocated block begin at multiples of this, as memory from torch's allocators does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Bytes of one rank by category.
 
-    `padding` names the part of `parameters` and `gradients` buffers that rounds units up to whole
-    chunks; it is not included in them. `activations` is what the caller says the model saves.
+    `padding` names what rounds up and is not included elsewhere: units to whole chunks in the buffers of
+    `parameters` and `gradients`, the pieces of the block that holds `optimizer_states` to 64 bytes.
+    `activations` is what the caller says the model saves.
     """
 
     parameters: int
@@ -62,6 +66,7 @@ def predict(layout: Layout, config: ZeroConfig, rank: int, *, activation_bytes: 
             padding += tail * width
         if config.stage <= 1 and unit.trainable:
             padding += tail * formula.item
+    padding += optimizer_arena_bytes(layout, config, rank) - optimizer
     return Budget(parameters, gradients, optimizer, _communication(layout, config), activation_bytes, padding)
 
 
@@ -95,6 +100,21 @@ def _formula(layout: Layout, config: ZeroConfig) -> Formula:
         optimizer_bytes=optimizer_bytes(config.precision, config.optimizer),
         sum_bytes=gradient_sum_bytes(config.micro_batches or world, world, reproducible=config.reproducible),
     )
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment of pieces in a pre-allocated block."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def optimizer_arena_bytes(layout: Layout, config: ZeroConfig, rank: int) -> int:
+    """The one block that `rank`'s optimizer states lie in: an aligned fp32 piece for each kind and unit."""
+    total = 0
+    for index, unit in enumerate(layout.units):
+        if unit.trainable:
+            start, stop = (0, unit.numel) if config.stage == 0 else layout.owned(index, rank)
+            total += optimizer_bytes(config.precision, config.optimizer) // 4 * aligned(4 * (stop - start))
+    return total
 
 
 def _communication(layout: Layout, config: ZeroConfig) -> int:

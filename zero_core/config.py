@@ -9,6 +9,7 @@ from zero_core.errors import ConfigError
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["fp32", "bf16", "fp16"]
 ScheduleKind = Literal["constant", "linear", "cosine"]
+Checkpointing = Literal["none", "unit"]
 
 ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one element of the compute dtype."""
@@ -263,6 +264,11 @@ class ZeroConfig:
     broadcast_initial  start all ranks from rank 0's parameters
     reproducible    add micro-batches in one fixed tree, and norm and loss exactly, so that the same bits come
                     out for every number of ranks; costs log2(M) fp32 accumulators of the owned gradients
+    activation_checkpointing  "unit": of each unit but the root only the inputs are kept for backward, which
+                    computes the unit's forward once more; "none": all that autograd saves is kept
+    checkpoint_offload  keep those inputs in page-locked host memory; needs a GPU
+    partition_activations  split those inputs over the ranks of a model-parallel group (the paper's Pa);
+                    refused, as there is no model parallelism yet
     """
 
     stage: Stage = 2
@@ -283,6 +289,9 @@ class ZeroConfig:
     collective_timeout_s: float = 600.0
     broadcast_initial: bool = True
     reproducible: bool = False
+    activation_checkpointing: Checkpointing = "none"
+    checkpoint_offload: bool = False
+    partition_activations: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -314,6 +323,24 @@ class ZeroConfig:
         if self.staging_bytes < 4096:
             raise ConfigError(f"staging_bytes {self.staging_bytes} must be at least 4096")
         _check_groups(self.groups, self.optimizer)
+        self._check_activations()
+
+    def _check_activations(self) -> None:
+        if self.activation_checkpointing not in ("none", "unit"):
+            raise ConfigError(
+                f"activation_checkpointing {self.activation_checkpointing!r} must be 'none' or 'unit'"
+            )
+        if self.checkpoint_offload and self.activation_checkpointing == "none":
+            raise ConfigError(
+                "checkpoint_offload is set and activation_checkpointing is 'none': there are no checkpoints "
+                "to move to the host; set activation_checkpointing='unit'"
+            )
+        if self.partition_activations:
+            raise ConfigError(
+                "partition_activations splits each checkpoint over the ranks of a model-parallel group, "
+                "which hold the same one; this engine has no model parallelism yet, and data-parallel ranks "
+                "hold different ones, of which nothing can be saved this way: turn it off"
+            )
 
 
 def _check_groups(groups: tuple[ParameterGroup, ...], optimizer: OptimizerConfig) -> None:

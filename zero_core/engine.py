@@ -23,6 +23,8 @@ from torch import nn
 
 from zero_core import budget
 from zero_core.access import ParameterAccess
+from zero_core.activations import Recomputation, store_for
+from zero_core.arena import Arena
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Pending
 from zero_core.config import ZeroConfig
@@ -30,7 +32,14 @@ from zero_core.errors import ConfigError, UsageError
 from zero_core.freezing import Freezing
 from zero_core.gathering import Gatherer
 from zero_core.materialise import Initialise
-from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, occupied_bytes, resident_bytes
+from zero_core.memory import (
+    MemoryReport,
+    PeakSampler,
+    SavedTensors,
+    fragmentation_bytes,
+    occupied_bytes,
+    resident_bytes,
+)
 from zero_core.optimizer import FlatOptimizer
 from zero_core.partition import bytes_of, device_of, partition
 from zero_core.precision import StepGate
@@ -106,6 +115,7 @@ class ZeroEngine:
         self.config = config
         self.device = torch.device(device) if device is not None else device_of(model)
         baseline = occupied_bytes(self.device) - bytes_of(model, self.device)
+        self._checkpoints = store_for(model, config, self.device)
         self.collectives = Collectives(
             group,
             self.device,
@@ -145,7 +155,8 @@ class ZeroEngine:
             keep=kept_gathered(self.layout, config),
             prefetch=config.prefetch_units > 0,
         )
-        states = partition(model, self.units, self.collectives, config, initialise)
+        self._states_arena = Arena(budget.optimizer_arena_bytes(self.layout, config, self.rank), self.device)
+        states = partition(model, self.units, self.collectives, config, initialise, self._states_arena)
         self.optimizer = FlatOptimizer(config, states)
         self.gate = StepGate(config)
         self.steps_done = 0
@@ -169,8 +180,19 @@ class ZeroEngine:
             model, self.units, states, self.collectives, self._gatherer, stage=config.stage
         )
         exclude = {u.full.untyped_storage().data_ptr() for u in self.units if u.full is not None}
-        self._saved = SavedTensors(exclude)
+        self._saved = SavedTensors(exclude, recomputes=config.activation_checkpointing != "none")
         self._peak = PeakSampler(self.device, baseline)
+        self._recomputation = Recomputation(
+            self._checkpoints,
+            self._saved,
+            gather=self._gatherer.gather,
+            pack=self._pack,
+            unpack=self._unpack,
+            in_unit=lambda tensor: self._gatherer.reference(tensor) is not None,
+            sample=lambda: self._peak.sample(self.steps_done),
+        )
+        if config.activation_checkpointing == "unit":
+            self._recomputation.install(model, self.units)
         self._round = self._computed = 0
         self._losses: list[float] = []
         self._trace: list[tuple[FlatUnit, str]] = []
@@ -203,6 +225,7 @@ class ZeroEngine:
         if training and self._trace_ended:
             self._trace.clear()
             self._saved.begin()
+            self._recomputation.begin()
             self._trace_ended = False
         self._evaluating = not training
         self._gatherer.begin("forward" if training else "evaluation")
@@ -227,8 +250,8 @@ class ZeroEngine:
                 f"rank {self.rank} has {len(self.micro_batches)} micro-batches in this step "
                 f"(M {self._total}, N {self.world_size}), and backward was called once more"
             )
-        self._saved.end()
-        self._peak.sample(self.steps_done)
+        if self._saved.end():
+            self._peak.sample(self.steps_done)
         self._reducer.begin_micro_batch()
         self._gatherer.begin("backward")
         try:
@@ -320,6 +343,7 @@ class ZeroEngine:
         """Leave the group and take the hooks off the model: an ordinary module with this rank's values."""
         self._gatherer.remove_hooks()
         self._reducer.remove_hooks()
+        self._recomputation.remove()
         self.collectives.close()
 
     def abort(self) -> None:
@@ -339,11 +363,14 @@ class ZeroEngine:
         parameters = sum(u.numel * u.dtype.itemsize for u in whole)
         parameters += sum(u.owned * u.dtype.itemsize for u in self.units if u.shard is not None)
         padding = sum((u.padded - u.numel) * u.dtype.itemsize for u in whole) + self._reducer.padding_bytes
+        padding += self._states_arena.padding_bytes
         buffers = self.collectives.staging.numel()
         buffers += sum(pool.allocated_bytes for pool in self._pools)
-        explained = parameters + padding + buffers + self._saved.peak
-        explained += self._reducer.held_bytes + self.optimizer.held_bytes
-        peak = max(self._peak.peak, self._peak.baseline)
+        held = parameters + padding + buffers + self._reducer.held_bytes + self.optimizer.held_bytes
+        peak, baseline = max(self._peak.peak, self._peak.baseline), self._peak.baseline
+        resident, checkpoints = resident_bytes(self.device), self._checkpoints
+        offloaded = self.config.checkpoint_offload
+        block = 0 if offloaded else checkpoints.reserved_bytes
         return MemoryReport(
             parameters=parameters,
             gradients=self._reducer.held_bytes,
@@ -351,9 +378,15 @@ class ZeroEngine:
             communication_buffers=buffers,
             activations=self._saved.peak,
             padding=padding,
-            resident=resident_bytes(self.device),
-            baseline=self._peak.baseline,
-            unattributed=max(0, peak - self._peak.baseline - explained),
+            resident=resident,
+            baseline=baseline,
+            unattributed=max(0, peak - baseline - held - self._saved.peak),
+            checkpoints=0 if offloaded else checkpoints.held_bytes,
+            recomputed=self._saved.recomputed,
+            host_checkpoints=checkpoints.held_bytes if offloaded else 0,
+            fragmentation=fragmentation_bytes(
+                self.device, resident=resident, baseline=baseline, held=held + block
+            ),
         )
 
     def refresh_parameters(self) -> None:

@@ -9,6 +9,7 @@
     |- StateDictError       a state dict does not fit the engine's model, ranks or stage
     |- NonFiniteError       a loss or a gradient norm is inf or nan
     |  `- LossScaleError    fp16 gradients overflow at the smallest loss scale
+    |- ArenaError           more was put into a block of memory than it was built for
     `- CheckpointError      a checkpoint cannot be written, or read back exactly
 
 Each message says what failed, the value seen and what to change. `assert` guards our own invariants only.
@@ -49,6 +50,10 @@ class NonFiniteError(ZeroError):
 
 class LossScaleError(NonFiniteError):
     """Gradients in fp16 are not finite although the loss scale is at its floor."""
+
+
+class ArenaError(ZeroError):
+    """A pre-allocated block of memory was asked for more than it was built for."""
 
 
 class CheckpointError(ZeroError):

@@ -45,30 +45,6 @@ class UnitStates:
         return tuple(kind for kind in STATE_KINDS if getattr(self, kind) is not None)
 
 
-def new_states(
-    config: OptimizerConfig,
-    unit: FlatUnit,
-    start: int,
-    stop: int,
-    *,
-    master: torch.Tensor,
-    compute: torch.Tensor,
-) -> UnitStates:
-    """The states of elements [start, stop) of a unit before the first update: moments of zeros."""
-    moments = {
-        kind: torch.zeros(stop - start, dtype=torch.float32, device=master.device) for kind in config.moments
-    }
-    return UnitStates(
-        unit=unit,
-        start=start,
-        stop=stop,
-        master=master,
-        compute=compute,
-        momentum=moments.get("momentum"),
-        variance=moments.get("variance"),
-    )
-
-
 class FlatOptimizer:
     """Steps all units' held ranges."""
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from zero_core.arena import Arena
 from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
 from zero_core.materialise import Initialise, initial_values
-from zero_core.optimizer import UnitStates, new_states
+from zero_core.optimizer import UnitStates
 from zero_core.units import FlatUnit, UnitState
 
 
@@ -22,18 +23,20 @@ def partition(
     collectives: Collectives,
     config: ZeroConfig,
     initialise: Initialise | None,
+    arena: Arena,
 ) -> list[UnitStates]:
     """Move every unit into its flat tensors and keep what the stage keeps; states of the trainable ones.
 
     One unit at a time: a model that has values is copied unit by unit, one on the meta device never exists
-    whole at stage 3, and once at the others.
+    whole at stage 3, and once at the others. `arena` takes the states that are not the parameters
+    themselves: `budget.optimizer_arena_bytes`.
     """
     states = {}
     for unit, flat in initial_values(model, units, collectives.device, initialise):
         if config.broadcast_initial:
             collectives.broadcast(flat)
         if unit.unit.trainable:
-            states[unit.index] = _states_of(unit, flat, collectives, config)
+            states[unit.index] = _states_of(unit, flat, collectives, config, arena)
         else:
             _place(unit, flat, collectives, stage=config.stage)
         del flat  # before the next unit is begun
@@ -56,20 +59,22 @@ def bytes_of(model: nn.Module, device: torch.device) -> int:
 
 
 def _states_of(
-    unit: FlatUnit, original: torch.Tensor, collectives: Collectives, config: ZeroConfig
+    unit: FlatUnit, original: torch.Tensor, collectives: Collectives, config: ZeroConfig, arena: Arena
 ) -> UnitStates:
     """Place a trainable unit whose values are in `original`, [padded] fp32, and build its states."""
     start, stop = (0, unit.numel) if config.stage == 0 else (unit.start, unit.stop)
     # Masters come from the unrounded values: the model is cast after they have been taken.
-    mixed = unit.dtype != torch.float32
-    master = original[start:stop].clone() if mixed else None
+    master = None
+    if unit.dtype != torch.float32:
+        master = arena.take(stop - start, torch.float32).copy_(original[start:stop])
     _place(unit, original, collectives, stage=config.stage)
     compute = unit.shard if unit.shard is not None else unit.full
     assert compute is not None
     if unit.shard is None:
         compute = compute[start:stop]
     master = compute if master is None else master
-    return new_states(config.optimizer, unit, start, stop, master=master, compute=compute)
+    moments = {kind: arena.take(stop - start, torch.float32).zero_() for kind in config.optimizer.moments}
+    return UnitStates(unit, start, stop, master, compute, moments.get("momentum"), moments.get("variance"))
 
 
 def _place(unit: FlatUnit, flat: torch.Tensor, collectives: Collectives, *, stage: int) -> None:

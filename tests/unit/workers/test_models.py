@@ -71,6 +71,30 @@ def test_the_activation_estimate_is_what_autograd_saves(precision: str, dropout:
     assert estimate == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_estimate_with_checkpointing_is_the_higher_of_two_moments(dropout: float) -> None:
+    def estimate(checkpointing: Any, **changes: Any) -> int:
+        spec = _spec(_gpt(dropout=dropout, hidden=64, heads=2, **changes))
+        return gpt_activation_bytes(
+            spec.model,  # type: ignore[arg-type]
+            sequence_length=24,
+            micro_batch=3,
+            precision=spec.precision,
+            checkpointing=checkpointing,
+        )
+
+    stream = 3 * 24 * 64 * 4
+    # Each further layer costs its input alone, and the whole of what it saves without checkpointing.
+    assert estimate("unit", layers=9) - estimate("unit", layers=8) == stream
+    block = estimate("none", layers=9) - estimate("none", layers=8)
+    assert block > 16 * stream
+    # With few token ids the peak is where a block is computed again; with many, at the end of forward.
+    few, more = (estimate("unit", layers=8, vocabulary=v) for v in (2, 3))
+    assert few == more
+    large, larger = (estimate("unit", layers=8, vocabulary=v) for v in (50_000, 50_001))
+    assert larger - large == 3 * 24 * 4
+
+
 def test_the_seed_alone_decides_the_initial_parameters() -> None:
     spec = _spec(_gpt())
     torch.manual_seed(5)

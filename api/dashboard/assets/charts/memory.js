@@ -123,7 +123,7 @@ function axis(scale) {
 }
 
 function memoryTable(reports) {
-  const head = ["Rank", "", ...CATEGORIES.map(words), "sum", "resident"];
+  const head = ["Rank", "", ...CATEGORIES.map(words), "sum", "resident", "fragmentation"];
   return el(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": "Memory of each rank, values" },
@@ -135,15 +135,16 @@ function memoryTable(reports) {
         "tbody",
         {},
         reports.flatMap((report) => [
-          memoryRow(report, "measured", report.memory, bytes(report.resident_bytes)),
-          memoryRow(report, "predicted", report.predicted, ""),
+          memoryRow(report, "measured", report.memory, [report.resident_bytes, report.memory.fragmentation ?? 0].map(bytes)),
+          memoryRow(report, "predicted", report.predicted, ["", ""]),
         ]),
       ),
     ),
   );
 }
 
-function memoryRow(report, name, memory, resident) {
+// `process`: resident and fragmentation, which are of another moment than the categories and no part of their sum.
+function memoryRow(report, name, memory, process) {
   return el(
     "tr",
     {},
@@ -151,6 +152,6 @@ function memoryRow(report, name, memory, resident) {
     el("td", { class: "text" }, name),
     CATEGORIES.map((category) => el("td", {}, bytes(memory[category] ?? 0))),
     el("td", {}, bytes(memoryTotal(memory))),
-    el("td", {}, resident),
+    process.map((text) => el("td", {}, text)),
   );
 }
