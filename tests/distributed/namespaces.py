@@ -1,7 +1,7 @@
-"""Hosts for ranks, made of network namespaces on this machine: what leaves a rank is what its interface counts.
+"""Hosts for ranks, made of network namespaces: what leaves a rank is what its interface counts.
 
-`separate_hosts` joins N of them by a veth pair (two) or by a bridge (more), each with an interface, an address,
-a host name and a /dev/shm of its own, so that ranks cannot share memory and take each other for neighbours.
+`separate_hosts` joins N of them by a veth pair (two) or by a bridge (more), each with an interface, an
+address, a host name and a /dev/shm of its own, so that ranks have no other way to each other than the wire.
 `one_host` is a single namespace with nothing but a loopback, whose counters see only the ranks within.
 
 Needs root and `ip` (iproute2). Nothing appears in the machine's own namespace, and all is removed at the end.
@@ -31,15 +31,14 @@ echo 0 > /proc/sys/net/ipv4/tcp_early_retrans
 ip link set lo up
 """
 _PATIENCE = "20s"
+# For the same end: all packets are received on one core, or they overtake each other when their sender moves.
+_IN_ORDER = "for file in /sys/class/net/*/queues/rx-0/rps_cpus; do echo 1 > $file; done"
 
 HEADER_BYTES = 66
 """Ethernet 14, IPv4 20, TCP 20 and its timestamps 12: what every packet carries beside its payload.
 
 A packet here may hold up to 64 KiB: nothing cuts it into frames, since no wire is reached.
 """
-
-_SEGMENT_BYTES = 1448
-"""What one segment carries at an MTU of 1500."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +53,18 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What an interface has sent so far, and the segments that TCP sent a second time."""
+    """What an interface has sent so far."""
 
     bytes: int
     packets: int
-    repeated_segments: int
 
     @property
     def payload(self) -> int:
-        """Bytes without headers and repetitions, if all were TCP over IPv4."""
-        return self.bytes - self.packets * HEADER_BYTES - self.repeated_segments * _SEGMENT_BYTES
+        """Bytes without the headers, if all were TCP over IPv4."""
+        return self.bytes - self.packets * HEADER_BYTES
 
     def since(self, before: "Sent") -> "Sent":
-        return Sent(
-            self.bytes - before.bytes,
-            self.packets - before.packets,
-            self.repeated_segments - before.repeated_segments,
-        )
+        return Sent(self.bytes - before.bytes, self.packets - before.packets)
 
 
 def refusal() -> str | None:
@@ -98,13 +92,17 @@ def separate_hosts(count: int) -> Iterator[list[Host]]:
             _ip(*f"-n {switch} link add br0 type bridge".split())
             _ip(*f"-n {switch} link set br0 up".split())
             for index, host in enumerate(hosts):
-                _ip(*f"link add e0 netns {host.namespace} type veth peer name p{index} netns {switch}".split())
+                _ip(
+                    *f"link add e0 netns {host.namespace} type veth peer name p{index} netns {switch}".split()
+                )
                 _ip(*f"-n {switch} link set p{index} master br0 up".split())
         if count > 1:
             for host in hosts:
                 _ip(*f"-n {host.namespace} address add {host.address}/24 dev e0".split())
                 _ip(*f"-n {host.namespace} link set e0 up".split())
                 _ip(*f"-n {host.namespace} route change 10.0.0.0/24 dev e0 rto_min {_PATIENCE}".split())
+            for name in names:
+                _ip("netns", "exec", name, "sh", "-c", _IN_ORDER)
         yield hosts
 
 
@@ -142,14 +140,8 @@ def sent(interface: str) -> Sent:
         name, _, counters = line.partition(":")
         if name.strip() == interface:
             fields = counters.split()
-            return Sent(int(fields[8]), int(fields[9]), _repeated_segments())
+            return Sent(int(fields[8]), int(fields[9]))
     raise LookupError(f"no interface {interface!r} here")
-
-
-def _repeated_segments() -> int:
-    lines = Path("/proc/self/net/snmp").read_text(encoding="ascii").splitlines()
-    names, counts = (line.split() for line in lines if line.startswith("Tcp:"))
-    return int(counts[names.index("RetransSegs")])
 
 
 @contextmanager

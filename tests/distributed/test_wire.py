@@ -1,5 +1,6 @@
 """Bytes on the wire, as the interfaces of ranks on separate hosts count them, against formula and ledger."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,8 +70,15 @@ def test_interfaces_count_what_the_paper_and_the_ledger_say(world_size: int, sta
 
 @pytest.mark.usefixtures("_namespaces_allowed")
 def test_hosts_are_removed_even_after_a_failure() -> None:
-    with pytest.raises(RuntimeError, match="on purpose"), namespaces.separate_hosts(3) as hosts:
-        made = [namespaces._NAMESPACES / host.namespace for host in hosts]
-        assert all(path.exists() for path in made)
-        raise RuntimeError("on purpose")
+    made: list[Path] = []
+
+    def fail() -> None:
+        with namespaces.separate_hosts(3) as hosts:
+            made.extend(Path("/run/netns", host.namespace) for host in hosts)
+            assert all(path.exists() for path in made)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
+    assert len(made) == 3
     assert not any(path.exists() for path in made)
