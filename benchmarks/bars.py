@@ -8,10 +8,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.contestants import BASE, FLOOR
-from benchmarks.measure import CellResult
 from benchmarks.plan import PRECISIONS, Run
-from benchmarks.wire import WireResult
+from benchmarks.results import BASE, FLOOR, CellResult, WireResult
 
 RESHARD = "fsdp2 reshard"
 

@@ -20,11 +20,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import deepspeed_peer
+from benchmarks.results import BASE, FLOOR
 from zero_core import AdamWConfig, ZeroConfig, ZeroEngine
 
 LR, BETAS, EPS, DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
-BASE, FLOOR = "ddp", "floor"
-"""What ratios refer to, and what no engine can undercut."""
 
 
 @dataclass(slots=True)
@@ -54,17 +53,7 @@ class Trainee:
     model_states: Callable[[], tuple[int, int]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Contestant:
-    """An engine under a name, in one precision. `checked`: whether its losses must follow DDP's."""
-
-    name: str
-    precision: str
-    build: Callable[[nn.Module], Trainee]
-    checked: bool = True
-
-
-def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Decay for matrices only, as everywhere here."""
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": DECAY},
@@ -99,13 +88,13 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainee:
 
 def _ddp(model: nn.Module) -> Trainee:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _plain(wrapped, _adamw(groups(list(wrapped.parameters()))))
+    return _plain(wrapped, _adamw(_groups(list(wrapped.parameters()))))
 
 
 def _ddp_zero_redundancy(model: nn.Module) -> Trainee:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
-        groups(list(wrapped.parameters())), torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, fused=True
+        _groups(list(wrapped.parameters())), torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, fused=True
     )
     return _plain(wrapped, optimizer)
 
@@ -114,7 +103,7 @@ def _ddp_bf16_master(model: nn.Module) -> Trainee:
     """DDP on bf16 parameters, with fp32 masters kept by hand."""
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     wrapped = DistributedDataParallel(model.bfloat16(), gradient_as_bucket_view=True)
-    optimizer = _adamw(groups(masters))
+    optimizer = _adamw(_groups(masters))
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
         outcome = _forward_backward(wrapped, inputs, targets)
@@ -141,7 +130,7 @@ def _fsdp2(precision: str, *, reshard: bool) -> Callable[[nn.Module], Trainee]:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        return _plain(model, _adamw(groups(list(model.parameters()))))
+        return _plain(model, _adamw(_groups(list(model.parameters()))))
 
     return build
 
@@ -150,7 +139,7 @@ def _deepspeed(stage: int, precision: str) -> Callable[[nn.Module], Trainee]:
     def build(model: nn.Module) -> Trainee:
         adamw = {"lr": LR, "betas": list(BETAS), "eps": EPS}
         engine = deepspeed_peer.initialise(
-            model, groups(list(model.parameters())), stage=stage, precision=precision, adamw=adamw
+            model, _groups(list(model.parameters())), stage=stage, precision=precision, adamw=adamw
         )
 
         def step(inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
@@ -169,7 +158,7 @@ def _deepspeed(stage: int, precision: str) -> Callable[[nn.Module], Trainee]:
     return build
 
 
-def ours(stage: int, precision: str) -> Callable[[nn.Module], Trainee]:
+def _ours(stage: int, precision: str) -> Callable[[nn.Module], Trainee]:
     """The engine of this repository, at its defaults."""
 
     def build(model: nn.Module) -> Trainee:
@@ -242,15 +231,15 @@ def _owned_slices(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, in
     return found
 
 
-def contestants(precision: str) -> list[Contestant]:
-    """All of a precision, DDP first."""
-    bf16 = precision == "bf16"
-    found = [Contestant(BASE, precision, _ddp_bf16_master if bf16 else _ddp)]
-    if not bf16:
-        found.append(Contestant("ddp + zero-redundancy", precision, _ddp_zero_redundancy))
-    found.append(Contestant("fsdp2 keep", precision, _fsdp2(precision, reshard=False)))
-    found.append(Contestant("fsdp2 reshard", precision, _fsdp2(precision, reshard=True)))
-    found += [Contestant(f"deepspeed {s}", precision, _deepspeed(s, precision)) for s in (1, 2, 3)]
-    found += [Contestant(f"stage {s}", precision, ours(s, precision)) for s in (0, 1, 2, 3)]
-    found.append(Contestant(FLOOR, precision, _floor(precision), checked=False))
-    return found
+def build(name: str, precision: str, model: nn.Module) -> Trainee:
+    """Wrap `model`, in fp32, as the contestant of that name."""
+    builders = {
+        BASE: _ddp_bf16_master if precision == "bf16" else _ddp,
+        "ddp + zero-redundancy": _ddp_zero_redundancy,
+        "fsdp2 keep": _fsdp2(precision, reshard=False),
+        "fsdp2 reshard": _fsdp2(precision, reshard=True),
+        FLOOR: _floor(precision),
+    }
+    builders |= {f"deepspeed {stage}": _deepspeed(stage, precision) for stage in (1, 2, 3)}
+    builders |= {f"stage {stage}": _ours(stage, precision) for stage in (0, 1, 2, 3)}
+    return builders[name](model)

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from benchmarks import deepspeed_peer, report, wire
 from benchmarks.bars import RunResult
-from benchmarks.contestants import BASE, contestants
 from benchmarks.measure import measure, preload, prepare_deepspeed
 from benchmarks.plan import PRECISIONS, Run, plans
 from benchmarks.probes import wait_until_quiet
+from benchmarks.results import BASE, WireResult, names
 from tests.distributed.namespaces import Host, one_host
 from tests.distributed.ranks import RankFailedError
 
@@ -46,7 +46,7 @@ class Session:
     no_wire: str = "not in this run"
     notes: list[str] = field(default_factory=list)
     results: list[RunResult] = field(default_factory=list)
-    on_wire: list[wire.WireResult] = field(default_factory=list)
+    on_wire: list[WireResult] = field(default_factory=list)
 
     def write(self) -> str:
         text = report.render(
@@ -98,7 +98,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = sorted({c.name for precision in PRECISIONS for c in contestants(precision)})
+    all_names = names("fp32")
     parser.add_argument("--plan", choices=sorted(plans()), default="full")
     parser.add_argument("--quick", action="store_true", help="the same as --plan quick")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
@@ -110,7 +110,7 @@ def _options() -> argparse.Namespace:
         help="instead of the plan's; sizes 1M, 10M, 50M and 124M",
     )
     parser.add_argument(
-        "--contestants", nargs="+", choices=names, default=names, metavar="NAME", help=str(names)
+        "--contestants", nargs="+", choices=all_names, default=all_names, metavar="NAME", help=str(names)
     )
     parser.add_argument("--no-wire", action="store_true", help="leave out the wire runs")
     parser.add_argument("--out", type=Path, default=None, help="the table's file")
@@ -119,8 +119,8 @@ def _options() -> argparse.Namespace:
 
 def _find_deepspeed(session: Session, chosen: list[str]) -> None:
     """Whether it is there and runs; if not, its rows are left out and a note says why."""
-    names = [name for name in chosen if name.startswith("deepspeed")]
-    if not names:
+    wanted = [name for name in chosen if name.startswith("deepspeed")]
+    if not wanted:
         return
     reason = None
     if deepspeed_peer.version() is None:
@@ -133,7 +133,7 @@ def _find_deepspeed(session: Session, chosen: list[str]) -> None:
             print(error, flush=True)
             reason = f"deepspeed {deepspeed_peer.version()} does not run here: {_last_line(error)}"
     if reason is not None:
-        session.absent |= dict.fromkeys(names, reason.partition(":")[0])
+        session.absent |= dict.fromkeys(wanted, reason.partition(":")[0])
         session.notes.append(f"DeepSpeed's rows are left out: {reason}.")
         print(reason, flush=True)
 
@@ -165,10 +165,10 @@ def _run(session: Session, run: Run, chosen: list[str]) -> None:
 
 def _order(run: Run, number: int, chosen: list[str]) -> Iterator[str]:
     """DDP first, which ratios refer to; the rest shuffled, so that no one always follows the same."""
-    names = [c.name for c in contestants(run.precision) if c.name in chosen]
-    rest = [name for name in names if name != BASE]
+    present = [name for name in names(run.precision) if name in chosen]
+    rest = [name for name in present if name != BASE]
     random.Random(number).shuffle(rest)
-    yield from [name for name in names if name == BASE] + rest
+    yield from [name for name in present if name == BASE] + rest
 
 
 def _wire(session: Session, cells: list[tuple[str, str, int]]) -> None:

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import deepspeed_peer
-from benchmarks.contestants import Outcome, Step, contestants
+from benchmarks.contestants import Outcome, Step, build
 from benchmarks.plan import MICRO_BATCH, SEQUENCE, SIZES, VOCABULARY, Run
 from benchmarks.probes import PeakPss, busy_cpu_s, pss_bytes
+from benchmarks.results import CellResult
 from tests.distributed.namespaces import Host, sent
 from tests.distributed.ranks import run_ranks
 from workers.models import GPT
@@ -27,35 +28,7 @@ from workers.spec import GPTModel
 
 _TIMEOUT_S = 900.0
 _SEED = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellResult:
-    """One contestant in one round.
-
-    step_s          median over the timed steps of the mean over ranks
-    losses          of every step, warm-up included, mean over ranks
-    parameters      elements of the model
-    wire_bytes      sent by a rank in a step, as the interface counts them, mean over ranks
-    ledger_bytes    the same as the engine counts them; None where it does not
-    peak_bytes      highest proportional set size in training, less that before the model was built; the
-                    worst rank's
-    building_bytes  the same while the model was built and wrapped
-    seconds         of a step by phase, mean over ranks and steps
-    model_states    bytes over all ranks as (measured, predicted); None where the engine does not say
-    foreign_cores   cores busy with anything but the ranks while they were timed
-    """
-
-    step_s: float
-    losses: list[float]
-    parameters: int
-    wire_bytes: float
-    ledger_bytes: float | None
-    peak_bytes: int
-    building_bytes: int
-    seconds: dict[str, float]
-    model_states: tuple[int, int] | None
-    foreign_cores: float
+_IMPORTED_LATE = ["torch._dynamo", "torch._inductor.compile_fx", "torch.utils.cpp_extension", "networkx"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,9 +49,12 @@ class _RankFigures:
 
 
 def preload() -> None:
-    """Have ranks forked from a process that has imported everything but DeepSpeed. Before the first rank."""
+    """Have ranks forked from a process that has imported everything but DeepSpeed. Before the first rank.
+
+    The compiler too, which torch's optimizers import when they are built: 60 MB that are nobody's training.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without names
-    get_context("forkserver").set_forkserver_preload(["benchmarks.measure"])
+    get_context("forkserver").set_forkserver_preload(["benchmarks.measure", *_IMPORTED_LATE])
 
 
 def measure(run: Run, contestant: str, host: Host | None) -> CellResult:
@@ -113,14 +89,13 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _train(rank: int, _world_size: int, run: Run, name: str, interface: str) -> _RankFigures:
     if name.startswith("deepspeed"):
         deepspeed_peer.load()
-    contestant = next(c for c in contestants(run.precision) if c.name == name)
     gc.collect()
     dist.barrier()
     baseline = pss_bytes()
     with PeakPss() as building:
         model = build_model(run.size)
         parameters = sum(p.numel() for p in model.parameters())
-        trainee = contestant.build(model)
+        trainee = build(name, run.precision, model)
     torch.set_num_threads(1)  # in case a peer has set it
     warmup = [trainee.step(*batch(index, rank)).loss for index in range(run.warmup)]
     figures = _timed_steps(run, trainee.step, rank, interface)

@@ -74,7 +74,9 @@ def bf16_flags() -> set[str]:
 def plans() -> dict[str, tuple[list[Run], list[tuple[str, str, int]]]]:
     """By name: the runs, and the wire runs as (precision, size, ranks).
 
-    bf16 is kept small where it is emulated. "short" fits 25 minutes on 2 quiet cores, "quick" is a smoke run."""
+    bf16 is kept small where it is emulated. "short" fits 25 minutes on 2 quiet cores, "quick" is a smoke
+    run.
+    """
     wire = [("fp32", "10M", 2), ("fp32", "10M", 4), ("bf16", "10M", 2)]
     grid = ["10M:2:5:20", "50M:2:3:8", "124M:2:3:5", "10M:4:3:10", "50M:4:2:5", "124M:4:1:3"]
     low = grid if bf16_flags() else ["10M:2:3:3", "10M:4:2:2", "50M:2:1:1"]

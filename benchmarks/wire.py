@@ -5,12 +5,11 @@ the data the interface counts headers (0.1 to 0.4%: packets hold up to 64 KiB, a
 acknowledgements, gloo's own few words before each message, and the step's small collective.
 """
 
-from dataclasses import dataclass
-
 import torch.distributed as dist
 
-from benchmarks.contestants import ours
+from benchmarks.contestants import build
 from benchmarks.measure import batch, build_model
+from benchmarks.results import WireResult
 from tests.distributed.namespaces import refusal, sent, separate_hosts
 from tests.distributed.ranks import run_ranks
 
@@ -18,26 +17,6 @@ STAGES = (0, 1, 2, 3)
 _STEPS = 2
 _TIMEOUT_S = 600.0
 _ITEM_BYTES = {"fp32": 4, "bf16": 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WireResult:
-    """Bytes that a rank sent in a step of one stage, mean over ranks.
-
-    counted  by the interface, all headers and acknowledgements included
-    payload  of these, what TCP carried
-    ledger   by the engine
-    promised 2 psi (N - 1) / N elements at stages 0 to 2, 3 psi (N - 1) / N at stage 3
-    """
-
-    precision: str
-    size: str
-    world_size: int
-    stage: int
-    counted: float
-    payload: float
-    ledger: float
-    promised: float
 
 
 def measure_wire(precision: str, size: str, world_size: int) -> list[WireResult]:
@@ -78,7 +57,7 @@ def _steps(rank: int, _world_size: int, precision: str, size: str, interface: st
     for stage in STAGES:
         model = build_model(size)
         found["psi"] = sum(p.numel() for p in model.parameters())
-        trainee = ours(stage, precision)(model)
+        trainee = build(f"stage {stage}", precision, model)
         trainee.step(*batch(0, rank))
         ledger = 0
         dist.barrier()
