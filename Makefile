@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format bench docs clean
+.PHONY: demo test check format bench-engine bench-peers docs clean
 
 demo: $(READY)  ## the main job, end to end, on this machine
 	$(BIN)/elastic-zero demo
@@ -22,8 +22,12 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## the engine beside its peers; writes a dated table to benchmarks/results/
-	$(BIN)/python -m benchmarks.engine
+bench-engine: $(READY)  ## the engine beside its peers; writes a dated table to benchmarks/results/
+	$(BIN)/python -m benchmarks.engine $(ARGS)
+
+bench-peers: $(READY)  ## DeepSpeed for bench-engine; its build needs the torch that is installed, and a compiler
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--no-build-isolation --editable ".[bench]"
 
 docs: $(READY)  ## regenerate the reference pages from the code
 	$(BIN)/python -m docs.generate

@@ -1,1 +1,1 @@
-"""Speed beside its peers: ratios within one run, never absolute claims."""
+"""Speed, memory and bytes beside the peers: ratios within one run, never absolute claims."""

@@ -2,10 +2,14 @@
 
 Every contestant trains the same built-in GPT with fused AdamW on the same batches, one micro-batch per rank
 and step, so that the losses must agree. Peers are used as their documentation shows, at their defaults.
+Each times its own forward, backward and optimizer; what it hides in them is its own.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,24 +19,41 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import deepspeed_peer
+from benchmarks.results import BASE, FLOOR
 from zero_core import AdamWConfig, ZeroConfig, ZeroEngine
 
 LR, BETAS, EPS, DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
 
-Step = Callable[[torch.Tensor, torch.Tensor], float]
-"""One training step on this rank's (inputs, targets); returns this rank's loss before the update."""
+
+@dataclass(slots=True)
+class Outcome:
+    """One step of one rank: loss before the update, seconds by phase, bytes by kind if it counts them."""
+
+    loss: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_sent: dict[str, int] | None = None
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - began
+
+
+Step = Callable[[torch.Tensor, torch.Tensor], Outcome]
+"""One training step on this rank's (inputs, targets), both int64 [batch, sequence]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contestant:
-    """An engine under a name, in one precision."""
+class Trainee:
+    """A model that is ready to be trained. `model_states`: bytes of this rank as (measured, predicted)."""
 
-    name: str
-    precision: str
-    build: Callable[[nn.Module], Step]
+    step: Step
+    model_states: Callable[[], tuple[int, int]] | None = None
 
 
-def _groups(parameters: list[nn.Parameter]) -> list[dict[str, object]]:
+def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Decay for matrices only, as everywhere here."""
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": DECAY},
@@ -40,27 +61,37 @@ def _groups(parameters: list[nn.Parameter]) -> list[dict[str, object]]:
     ]
 
 
-def _adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(_groups(parameters), lr=LR, betas=BETAS, eps=EPS, fused=True)
+def _adamw(param_groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(param_groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
-def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
+def _forward_backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
+    outcome = Outcome()
+    with outcome.timed("forward"):
         loss = model(inputs, targets)
+    with outcome.timed("backward"):
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
+    outcome.loss = float(loss.detach())
+    return outcome
 
 
-def ddp(model: nn.Module) -> Step:
+def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainee:
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
+        outcome = _forward_backward(model, inputs, targets)
+        with outcome.timed("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return outcome
+
+    return Trainee(step)
+
+
+def _ddp(model: nn.Module) -> Trainee:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _plain(wrapped, _adamw(list(wrapped.parameters())))
+    return _plain(wrapped, _adamw(_groups(list(wrapped.parameters()))))
 
 
-def ddp_zero_redundancy(model: nn.Module) -> Step:
+def _ddp_zero_redundancy(model: nn.Module) -> Trainee:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
         _groups(list(wrapped.parameters())), torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, fused=True
@@ -68,29 +99,28 @@ def ddp_zero_redundancy(model: nn.Module) -> Step:
     return _plain(wrapped, optimizer)
 
 
-def ddp_bf16_master(model: nn.Module) -> Step:
+def _ddp_bf16_master(model: nn.Module) -> Trainee:
     """DDP on bf16 parameters, with fp32 masters kept by hand."""
-    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     wrapped = DistributedDataParallel(model.bfloat16(), gradient_as_bucket_view=True)
-    optimizer = _adamw(masters)
+    optimizer = _adamw(_groups(masters))
 
-    def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = wrapped(inputs, targets)
-        loss.backward()
-        with torch.no_grad():
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
+        outcome = _forward_backward(wrapped, inputs, targets)
+        with outcome.timed("optimizer"), torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 master.grad = parameter.grad.float() if parameter.grad is not None else None
             optimizer.step()
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 parameter.copy_(master)
-                parameter.grad = None
-        return float(loss.detach())
+                master.grad = parameter.grad = None
+        return outcome
 
-    return step
+    return Trainee(step)
 
 
-def fsdp2(precision: str, *, reshard: bool) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
+def _fsdp2(precision: str, *, reshard: bool) -> Callable[[nn.Module], Trainee]:
+    def build(model: nn.Module) -> Trainee:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = (
             MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -100,58 +130,116 @@ def fsdp2(precision: str, *, reshard: bool) -> Callable[[nn.Module], Step]:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        return _plain(model, _adamw(list(model.parameters())))
+        return _plain(model, _adamw(_groups(list(model.parameters()))))
 
     return build
 
 
-def ours(stage: int, precision: str) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
+def _deepspeed(stage: int, precision: str) -> Callable[[nn.Module], Trainee]:
+    def build(model: nn.Module) -> Trainee:
+        adamw = {"lr": LR, "betas": list(BETAS), "eps": EPS}
+        engine = deepspeed_peer.initialise(
+            model, _groups(list(model.parameters())), stage=stage, precision=precision, adamw=adamw
+        )
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
+            outcome = Outcome()
+            with outcome.timed("forward"):
+                loss = engine(inputs, targets)
+            with outcome.timed("backward"):
+                engine.backward(loss)
+            with outcome.timed("optimizer"):
+                engine.step()
+            outcome.loss = float(loss.detach())
+            return outcome
+
+        return Trainee(step)
+
+    return build
+
+
+def _ours(stage: int, precision: str) -> Callable[[nn.Module], Trainee]:
+    """The engine of this repository, at its defaults."""
+
+    def build(model: nn.Module) -> Trainee:
         adamw = AdamWConfig(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
         engine = ZeroEngine(model, ZeroConfig(stage=stage, precision=precision, optimizer=adamw))
 
-        def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
             loss = engine(inputs, targets)
             engine.backward(loss)
-            engine.step()
-            return float(loss.detach())
+            report = engine.step()
+            return Outcome(float(loss.detach()), report.seconds, report.bytes_sent)
 
-        return step
+        return Trainee(step, lambda: (engine.memory().model_states, engine.budget.model_states))
 
     return build
 
 
-def floor(model: nn.Module) -> Step:
-    """What cannot be undercut: forward and backward without communication, AdamW on 1/N of the state."""
-    parameters, world, rank = list(model.parameters()), dist.get_world_size(), dist.get_rank()
-    total, reached, mine = sum(p.numel() for p in parameters), 0, []
+def _floor(precision: str) -> Callable[[nn.Module], Trainee]:
+    """What cannot be undercut: forward and backward without communication, AdamW on 1/N of the state.
+
+    Rank r updates elements [rΨ/N, (r+1)Ψ/N) of the parameters laid end to end. In bf16 their masters are
+    fp32, gradients are widened and parameters are the masters rounded, as in every bf16 contestant. Losses
+    drift from the others', since the rest of the parameters stays as it was.
+    """
+
+    def build(model: nn.Module) -> Trainee:
+        owned = _owned_slices(list(model.parameters()))
+        if precision == "bf16":
+            masters = [nn.Parameter(p.detach().flatten()[a:b].clone()) for p, a, b in owned]
+            model.bfloat16()
+        else:
+            masters = [nn.Parameter(p.detach().view(-1)[a:b]) for p, a, b in owned]
+        matrix = [p.dim() >= 2 for p, _, _ in owned]
+        optimizer = _adamw(
+            [
+                {"params": [m for m, is_matrix in zip(masters, matrix, strict=True) if is_matrix is wanted]}
+                | {"weight_decay": DECAY if wanted else 0.0}
+                for wanted in (True, False)
+            ]
+        )
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
+            outcome = _forward_backward(model, inputs, targets)
+            with outcome.timed("optimizer"), torch.no_grad():
+                for master, (parameter, start, stop) in zip(masters, owned, strict=True):
+                    master.grad = parameter.grad.view(-1)[start:stop].float()
+                optimizer.step()
+                for master, (parameter, start, stop) in zip(masters, owned, strict=True):
+                    if precision == "bf16":
+                        parameter.view(-1)[start:stop].copy_(master)
+                    master.grad = None
+                model.zero_grad()
+            return outcome
+
+        return Trainee(step)
+
+    return build
+
+
+def _owned_slices(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, int, int]]:
+    """This rank's equal share of all elements, as (parameter, start, stop) within it."""
+    total, world, rank = sum(p.numel() for p in parameters), dist.get_world_size(), dist.get_rank()
+    first, last, reached, found = rank * total // world, (rank + 1) * total // world, 0, []
     for parameter in parameters:
-        if rank * total // world <= reached < (rank + 1) * total // world:
-            mine.append(parameter)
+        start = min(max(first - reached, 0), parameter.numel())
+        stop = min(max(last - reached, 0), parameter.numel())
+        if start < stop:
+            found.append((parameter, start, stop))
         reached += parameter.numel()
-    optimizer = _adamw(mine or parameters[:1])
-
-    def step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = model(inputs, targets)
-        loss.backward()
-        optimizer.step()
-        for parameter in parameters:
-            parameter.grad = None
-        return float(loss.detach())
-
-    return step
-
-
-def contestants() -> list[Contestant]:
-    """All of them; the first of each precision is the one that ratios refer to."""
-    found = [
-        Contestant("ddp", "fp32", ddp),
-        Contestant("ddp+zero-redundancy", "fp32", ddp_zero_redundancy),
-        Contestant("ddp+master", "bf16", ddp_bf16_master),
-    ]
-    for precision in ("fp32", "bf16"):
-        found.append(Contestant("fsdp2 reshard", precision, fsdp2(precision, reshard=True)))
-        found.append(Contestant("fsdp2 keep", precision, fsdp2(precision, reshard=False)))
-        found += [Contestant(f"stage {s}", precision, ours(s, precision)) for s in (0, 1, 2, 3)]
-    found.append(Contestant("floor", "fp32", floor))
     return found
+
+
+def build(name: str, precision: str, model: nn.Module) -> Trainee:
+    """Wrap `model`, in fp32, as the contestant of that name."""
+    builders = {
+        BASE: _ddp_bf16_master if precision == "bf16" else _ddp,
+        "ddp + zero-redundancy": _ddp_zero_redundancy,
+        "fsdp2 keep": _fsdp2(precision, reshard=False),
+        "fsdp2 reshard": _fsdp2(precision, reshard=True),
+        FLOOR: _floor(precision),
+    }
+    builders |= {f"deepspeed {stage}": _deepspeed(stage, precision) for stage in (1, 2, 3)}
+    builders |= {f"stage {stage}": _ours(stage, precision) for stage in (0, 1, 2, 3)}
+    return builders[name](model)

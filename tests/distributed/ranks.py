@@ -1,11 +1,16 @@
-"""Runs a function on N real processes that form one gloo group over loopback, and returns all answers."""
+"""Runs a function on N real processes that form one gloo group, and returns all answers.
+
+They meet over loopback, or each on the host it is given (`namespaces`).
+"""
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.distributed.namespaces import Host, enter
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "zero_core.engine", "zero_core.checkpoint"])
@@ -15,12 +20,24 @@ class RankFailedError(Exception):
     """A rank raised, or died."""
 
 
-def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Call `body(rank, world_size, *args)` on every rank; raise RankFailedError with the first traceback."""
+def run_ranks(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    hosts: Sequence[Host] | None = None,
+) -> list[Any]:
+    """Call `body(rank, world_size, *args)` on every rank; raise RankFailedError with the first traceback.
+
+    `hosts` has one for each rank; without, they run where the caller does.
+    """
     port, pipes, processes = _context.Queue(), [], []
     for rank in range(world_size):
         mine, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank_main, args=(rank, world_size, port, theirs, body, args))
+        place = (hosts[rank], hosts[0].address) if hosts is not None else (None, "127.0.0.1")
+        process = _context.Process(
+            target=_rank_main, args=(rank, world_size, port, theirs, body, args, *place)
+        )
         process.start()
         theirs.close()
         pipes.append(mine)
@@ -61,20 +78,29 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, world_size: int, port: Any, pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    port: Any,
+    pipe: Connection,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    host: Host | None,
+    meet_at: str,
 ) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
+        if host is not None:
+            enter(host)  # first of all: it needs a process that has no other thread yet
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = host.interface if host is not None else "lo"
         if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+            store = dist.TCPStore(meet_at, 0, world_size, is_master=True, wait_for_workers=False)
             for _ in range(world_size - 1):
                 port.put(store.port)
         else:
-            store = dist.TCPStore("127.0.0.1", port.get(timeout=60), world_size, is_master=False)
+            store = dist.TCPStore(meet_at, port.get(timeout=60), world_size, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         result = body(rank, world_size, *args)
         dist.barrier()
