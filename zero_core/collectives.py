@@ -317,7 +317,7 @@ class Collectives:
         self._tell_near(notice, at_once=at_once)
         if self._check == "always" or (self._check == "first" and self.steps < _FIRST_STEPS):
             for far in self._far.values():
-                far.tell(notice)
+                self.ledger.count("control", "network", far.tell(notice))
             for far in self._far.values():
                 far.hear()
 

@@ -201,10 +201,12 @@ class RemoteNotices:
         self._out = torch.zeros(4, dtype=torch.int64)
         self._in = torch.zeros(4, dtype=torch.int64)
 
-    def tell(self, notice: Notice) -> None:
+    def tell(self, notice: Notice) -> int:
+        """Announce a collective; returns the bytes sent."""
         self._agreement.expect(notice)
         self._out.copy_(torch.tensor([notice.kind, notice.unit, notice.numel, 0]))
         self._sent = dist.isend(self._out, group=self._group, group_dst=self.peer, tag=_NOTICE_TAG)
+        return self._out.numel() * self._out.element_size()
 
     def hear(self) -> None:
         """Wait for the peer's notice and compare it. Raises DivergenceError."""
