@@ -22,7 +22,7 @@ import torch.distributed as dist
 from zero_core.errors import ConfigError
 from zero_core.links import Agreement, Kind, LocalLink, Notice, RemoteNotices, connect
 from zero_core.sharing import SharedArena
-from zero_core.summation import GradientSum
+from zero_core.summation import RUN, GradientSum
 
 # torch 2.13 renamed these; the old names are deprecated there, the new ones absent before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -94,7 +94,8 @@ class Exchange:
 class Collectives:
     """Collectives over flat tensors that are cut into N equal chunks, one for each owner.
 
-    `unit_names` names units, by index, in errors. At most one reduction is under way at a time.
+    `unit_names` names units, by index, in errors. At most one reduction is under way at a time, or as many as
+    are wanted where `concurrent`.
     """
 
     def __init__(
@@ -139,6 +140,11 @@ class Collectives:
             if peer != self.rank and peer not in self._near
         }
         self.staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether reductions need nothing that they would have to share: all ranks are on this host."""
+        return not self._far and not self.native
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] zeros that can be reduced and gathered: where ranks on this host can read them."""
@@ -339,7 +345,7 @@ class Collectives:
         rows |= {peer: tensor.tolist() for peer, tensor in incoming.items()}
         for peer, link in self._near.items():
             link.hear(self._told)
-            rows[peer] = list(link.latest[Kind.NUMBERS].row)
+            rows[peer] = list(link.row)
             self.ledger.count("control", "shared", 8 * len(row))
         return [rows[rank] for rank in range(self.world_size)]
 
@@ -391,8 +397,9 @@ class Collectives:
         near: dict[int, torch.Tensor] = {}
         for peer, link in self._near.items():
             link.hear(exchange.announced)
+            where = link.contributions.pop(exchange.announced)
             if peer < exchange.active and mine.numel():
-                start = link.latest[Kind.REDUCE].offset + self.rank * exchange.chunk * mine.element_size()
+                start = where + self.rank * exchange.chunk * mine.element_size()
                 near[peer] = link.memory.tensor(start, mine.numel(), mine.dtype)
         piece = self._piece(mine.element_size()) if self._far else max(1, exchange.chunk)
         for offset in range(0, exchange.chunk, piece):
@@ -411,7 +418,8 @@ class Collectives:
 
     def _piece(self, item_bytes: int) -> int:
         """Elements that every far rank may send at a time: they lie side by side in the staging buffer."""
-        return max(1, self.staging.numel() // (max(1, len(self._far)) * item_bytes))
+        room = max(1, self.staging.numel() // (max(1, len(self._far)) * item_bytes))
+        return room // RUN * RUN or room
 
     def _send(self, tensor: torch.Tensor, peer: int, kind: str, tag: int) -> "dist.Work | None":
         self.ledger.count(kind, "network", tensor.numel() * tensor.element_size())

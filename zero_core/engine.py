@@ -46,7 +46,7 @@ from zero_core.precision import StepGate
 from zero_core.reduction import Reducer
 from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
 from zero_core.schedule import rates
-from zero_core.summation import EXPANSION, collect, exact_square_sum, expand, square_sum
+from zero_core.summation import EXPANSION, collect, exact_square_sum, expand
 from zero_core.trees import map_tensors
 from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
 
@@ -451,8 +451,8 @@ class ZeroEngine:
 
     def _agree(self, ballot: Sequence[float]) -> tuple[float, float, tuple[float, ...]]:
         """The step's own small collective: gradient norm, mean loss, ballots, the same bits on all ranks."""
-        owned = [gradient.owned for gradient in self._reducer.gradients]
         if self.config.reproducible:
+            owned = [gradient.owned for gradient in self._reducer.gradients]
             exact = (*expand(exact_square_sum(owned)), *expand(collect([self._losses])))
             rows = self.collectives.gather_numbers((*exact, *ballot))
             squares = collect([row[:EXPANSION] for row in rows])
@@ -461,7 +461,8 @@ class ZeroEngine:
             mean = math.nan if losses is None else float(losses / self._total)
             votes = [row[2 * EXPANSION :] for row in rows]
             return norm, mean, tuple(sum(column) for column in zip(*votes, strict=True))
-        mine = (square_sum(owned), math.fsum(self._losses) / self._total, *ballot)
+        square_sum = sum(gradient.square_sum() for gradient in self._reducer.gradients)
+        mine = (square_sum, math.fsum(self._losses) / self._total, *ballot)
         total, mean, *ballots = self.collectives.sum_in_rank_order(mine)
         return math.sqrt(total) if total >= 0 else math.nan, mean, tuple(ballots)
 

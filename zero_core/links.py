@@ -113,8 +113,10 @@ class LocalLink:
         self.memory = memory
         self.published: dict[int, int] = {}
         """Where the peer's own part of each unit lies in its memory."""
-        self.latest: dict[Kind, Notice] = {}
-        """The newest notice of each kind that was heard."""
+        self.contributions: dict[int, int] = {}
+        """Where the peer's contributions to reductions lie that were heard of, by the notice's number."""
+        self.row: tuple[float, ...] = ()
+        """The newest row of numbers that was heard."""
         self._heard = 0
         self._agreement = agreement
         self._connection = connection
@@ -141,7 +143,10 @@ class LocalLink:
             notice = self._receive()
             self._agreement.compare(notice)
             self._heard += 1
-            self.latest[notice.kind] = notice
+            if notice.kind is Kind.REDUCE:
+                self.contributions[self._heard] = notice.offset
+            elif notice.kind is Kind.NUMBERS:
+                self.row = notice.row
 
     def abort(self) -> None:
         """From any thread: whoever waits on this link fails now."""

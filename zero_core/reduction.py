@@ -15,6 +15,7 @@ while backward fills it.
 The root unit comes last whatever its index: its module spans the model, so its gradients do too.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,8 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Exchange
 from zero_core.errors import ModelError
-from zero_core.summation import GradientSum, PairwiseTree, RankOrderSum
+from zero_core.summation import GradientSum, PairwiseTree, RankOrderSum, square_sum
 from zero_core.units import FlatUnit
+
+_DEPTH = 3
+"""Reductions that may be under way where whole gradients are kept: ranks wait less for one another."""
 
 
 class UnitGradient:
@@ -60,6 +64,11 @@ class UnitGradient:
         """[owned] the step's gradient of this rank's part, once it is complete."""
         return self.total.owned
 
+    def square_sum(self) -> float:
+        """Of the owned part, as rounded to the compute dtype."""
+        known = self.total.squares if self.owned.dtype == self.unit.dtype else None
+        return square_sum(self.owned) if known is None else known
+
 
 class Reducer:
     """Collects and reduces the gradients of all trainable units."""
@@ -82,9 +91,9 @@ class Reducer:
         self._keep_full = keep_full
         self._leaves = leaves
         self._reproducible = reproducible
-        self._overlap = overlap
-        self._under_way: tuple[Exchange, torch.Tensor | None] | None = None
-        """The reduction that goes on while backward fills the next unit, and the buffer it is read from."""
+        self._under_way: deque[tuple[Exchange, torch.Tensor | None]] = deque()
+        """Reductions that go on while backward fills further units, and the buffers they are read from."""
+        self._depth = 0 if not overlap else _DEPTH if keep_full and collectives.concurrent else 1
         self._cooling: torch.Tensor | None = None
         """The buffer of the one before: other ranks may still read it."""
         self._accumulates = leaves > collectives.world_size
@@ -113,7 +122,7 @@ class Reducer:
 
     def begin_micro_batch(self) -> None:
         """Forget what an interrupted backward may have left."""
-        self._finish_exchange()
+        self._finish_exchanges()
         self._next = 0
         for gradient in self.gradients:
             gradient.filled = [False] * len(gradient.filled)
@@ -129,14 +138,14 @@ class Reducer:
             if any(gradient.filled):  # a gradient that came after its unit's turn
                 self._refuse_late(gradient)
                 self._reduce(gradient)
-        self._finish_exchange()
+        self._finish_exchanges()
 
     def serve(self, unit: FlatUnit) -> None:
         """Take part in one reduction of a micro-batch this rank has no share in: sum, but add nothing."""
         gradient = self._by_unit[unit.index]
         gradient.reduced = False
         self._exchange(gradient)
-        self._finish_exchange()
+        self._finish_exchanges()
 
     def free_buffers(self) -> None:
         """All ranks have read what they needed: every buffer is free again."""
@@ -181,12 +190,15 @@ class Reducer:
             gradient.kept = self._collectives.allocate(unit.padded, unit.dtype)
         if self._reproducible:
             gradient.total = PairwiseTree(unit.owned, leaves=self._leaves, device=device)
-        elif gradient.kept is not None and not self._accumulates:
-            gradient.total = RankOrderSum(gradient.kept[unit.start : unit.stop], counted_elsewhere=True)
+            return
+        rounds = -(-self._leaves // self._collectives.world_size)
+        if gradient.kept is not None and not self._accumulates:
+            kept = gradient.kept[unit.start : unit.stop]
+            gradient.total = RankOrderSum(kept, counted_elsewhere=True, rounds=rounds)
         else:
             dtype = torch.float32 if self._accumulates else unit.dtype
             owned = torch.zeros(unit.owned, dtype=dtype, device=device)
-            gradient.total = RankOrderSum(owned, counted_elsewhere=False)
+            gradient.total = RankOrderSum(owned, counted_elsewhere=False, rounds=rounds)
 
     def _refuse_late(self, gradient: UnitGradient) -> None:
         if self._reproducible:
@@ -234,27 +246,25 @@ class Reducer:
         self._after_reduce(gradient.unit)
 
     def _exchange(self, gradient: UnitGradient) -> None:
-        """Start the unit's reduction, after the one before has ended."""
-        self._finish_exchange()
+        """Start the unit's reduction, and finish the oldest one if too many are under way."""
+        self._finish_exchanges(down_to=max(0, self._depth - 1))
         unit, full = gradient.unit, self._filling(gradient)
         exchange = self._collectives.begin_reduce(
             full, unit.chunk, unit.numel, gradient.total, active=self._active(), tag=unit.index
         )
-        self._under_way = exchange, gradient.borrowed
+        self._under_way.append((exchange, gradient.borrowed))
         gradient.borrowed = None
-        if not self._overlap:
-            self._finish_exchange()
+        self._finish_exchanges(down_to=self._depth)
 
-    def _finish_exchange(self) -> None:
-        if self._under_way is None:
-            return
-        (exchange, buffer), self._under_way = self._under_way, None
-        self._collectives.finish_reduce(exchange)
-        # Every rank that had this one announced had finished the one before.
-        self.free_buffers()
-        self._cooling = buffer
-        if self._collectives.world_size == 1:
+    def _finish_exchanges(self, *, down_to: int = 0) -> None:
+        while len(self._under_way) > down_to:
+            exchange, buffer = self._under_way.popleft()
+            self._collectives.finish_reduce(exchange)
+            # With one under way at a time, whoever had announced this one had finished the one before.
             self.free_buffers()
+            self._cooling = buffer
+            if self._collectives.world_size == 1:
+                self.free_buffers()
 
     def _filling(self, gradient: UnitGradient) -> torch.Tensor:
         """Where the unit's gradients of this micro-batch go: [padded], arbitrary where not filled."""

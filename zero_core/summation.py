@@ -18,8 +18,8 @@ import torch
 
 from zero_core.config import TILE_STEP
 
-# Pieces are added in runs of this many elements, which stay in the cache.
-_RUN = 1 << 16
+RUN = 1 << 16
+"""Pieces are added in runs of this many elements, which stay in the cache."""
 
 _MANTISSA_BITS = 53
 _LOW_BITS = 27
@@ -38,6 +38,10 @@ class GradientSum(Protocol):
     held_bytes: int
     """Bytes kept between exchanges beside buffers that others count."""
 
+    @property
+    def squares(self) -> float | None:
+        """`square_sum` of the step's sum, where it is known already."""
+
     def absorb(self, start: int, parts: Sequence[torch.Tensor]) -> None:
         """Take elements [start, start + len) of an exchange: a part for each micro-batch, in index order."""
 
@@ -54,37 +58,54 @@ class GradientSum(Protocol):
 class RankOrderSum:
     """fp32 sums in the order of ranks, added to `owned` round by round.
 
-    owned  [owned] fp32 where several rounds accumulate, else the compute dtype (rounded once)
+    owned   [owned] fp32 where several rounds accumulate, else the compute dtype (rounded once)
+    rounds  exchanges of a step; the squares of the sum are taken in the last one, while it is in the cache
     """
 
-    def __init__(self, owned: torch.Tensor, *, counted_elsewhere: bool) -> None:
+    def __init__(self, owned: torch.Tensor, *, counted_elsewhere: bool, rounds: int) -> None:
         self.owned = owned
         self.held_bytes = 0 if counted_elsewhere else owned.numel() * owned.element_size()
+        self._rounds = rounds
         self._started = False
+        self._exchanges = self._squared = 0
+        self._squares = 0.0
 
     def absorb(self, start: int, parts: Sequence[torch.Tensor]) -> None:
         out = self.owned[start : start + parts[0].numel()]
-        scratch = torch.empty(min(_RUN, out.numel()), dtype=torch.float32, device=out.device)
+        scratch = torch.empty(min(RUN, out.numel()), dtype=torch.float32, device=out.device)
         plain = not self._started and all(part.dtype == out.dtype == torch.float32 for part in parts)
-        for begin in range(0, out.numel(), _RUN):
-            run = slice(begin, begin + _RUN)
+        if start == 0:
+            self._squares, self._squared = 0.0, 0
+        for begin in range(0, out.numel(), RUN):
+            run = slice(begin, begin + RUN)
             if plain and len(parts) == 2:
                 torch.add(parts[0][run], parts[1][run], out=out[run])
-                continue
-            # Not summed in place: `out` may be one of the parts.
-            total = scratch[: out[run].numel()].copy_(parts[0][run])
-            for part in parts[1:]:
-                total += part[run]
-            out[run].add_(total) if self._started else out[run].copy_(total)
+            else:
+                # Not summed in place: `out` may be one of the parts.
+                total = scratch[: out[run].numel()].copy_(parts[0][run])
+                for part in parts[1:]:
+                    total += part[run]
+                out[run].add_(total) if self._started else out[run].copy_(total)
+            if self._exchanges + 1 >= self._rounds and (start + begin) % RUN == 0:
+                self._squares += _square(out[run])
+                self._squared += out[run].numel()
 
     def end_exchange(self, leaves: int) -> None:
         self._started = self._started or leaves > 0
+        self._exchanges += 1
 
     def finish(self) -> None:
         return None
 
+    @property
+    def squares(self) -> float | None:
+        """`square_sum` of the sum, if it was taken on the way: on the same runs, so the same bits."""
+        return self._squares if self._squared == self.owned.numel() else None
+
     def clear(self) -> None:
         self._started = False
+        self._exchanges = self._squared = 0
+        self._squares = 0.0
 
 
 class PairwiseTree:
@@ -98,11 +119,12 @@ class PairwiseTree:
         self._levels = torch.zeros((leaves.bit_length(), numel), dtype=torch.float32, device=device)
         self._count = 0
         self.owned = self._levels[-1]
+        self.squares = None
         self.held_bytes = self._levels.numel() * 4
 
     def absorb(self, start: int, parts: Sequence[torch.Tensor]) -> None:
-        for begin in range(0, parts[0].numel(), _RUN):
-            run = slice(begin, min(begin + _RUN, parts[0].numel()))
+        for begin in range(0, parts[0].numel(), RUN):
+            run = slice(begin, min(begin + RUN, parts[0].numel()))
             place = slice(start + run.start, start + run.stop)
             for leaf, part in enumerate(parts, start=self._count):
                 carry, level = _widened(part[run]), 0
@@ -124,14 +146,9 @@ class PairwiseTree:
         self._count = 0
 
 
-def square_sum(tensors: Sequence[torch.Tensor]) -> float:
+def square_sum(tensor: torch.Tensor) -> float:
     """Sum of the squares of all elements, run by run in order."""
-    total = 0.0
-    for tensor in tensors:
-        for start in range(0, tensor.numel(), _RUN):
-            run = tensor[start : start + _RUN].float()
-            total += torch.dot(run, run).item()
-    return total
+    return sum(_square(tensor[start : start + RUN]) for start in range(0, tensor.numel(), RUN))
 
 
 def exact_square_sum(tensors: Sequence[torch.Tensor]) -> Fraction | None:
@@ -143,8 +160,8 @@ def exact_square_sum(tensors: Sequence[torch.Tensor]) -> Fraction | None:
     high = torch.zeros(_EXPONENTS, dtype=torch.int64)
     low = torch.zeros(_EXPONENTS, dtype=torch.int64)
     for tensor in tensors:
-        for start in range(0, tensor.numel(), _RUN):
-            sums = _group_square_sums(tensor[start : start + _RUN]).cpu()
+        for start in range(0, tensor.numel(), RUN):
+            sums = _group_square_sums(tensor[start : start + RUN]).cpu()
             if not torch.isfinite(sums).all():
                 return None
             mantissa, exponent = torch.frexp(sums)
@@ -189,6 +206,11 @@ def _group_square_sums(run: torch.Tensor) -> torch.Tensor:
         width //= 2
         groups = groups[:, :width] + groups[:, width:]
     return groups[:, 0]
+
+
+def _square(run: torch.Tensor) -> float:
+    wide = run.float()
+    return float(torch.dot(wide, wide))
 
 
 def _widened(part: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,10 @@ def settings_compared(rank: int, world: int, stage: int, precision: str) -> dict
     for run in runs[1:]:
         assert run[:2] == runs[0][:2]
     for run in runs[1 : len(SETTINGS)]:
-        assert run[2] == runs[0][2], "the volume does not depend on how it travels"
+        # But for what ranks of different hosts tell each other, the volume does not depend on how it travels.
+        assert {k: v for k, v in run[2].items() if k != "control"} == {
+            k: v for k, v in runs[0][2].items() if k != "control"
+        }
     return {"near": runs[0][3].get("network", 0), "far": runs[2][3].get("shared", 0)}
 
 
