@@ -117,6 +117,20 @@ def optimizer_arena_bytes(layout: Layout, config: ZeroConfig, rank: int) -> int:
     return total
 
 
+def exchange_bytes(layout: Layout, config: ZeroConfig, rank: int) -> int:
+    """The one block of what `rank` reduces and gathers: parameters, gradients and buffers for them."""
+    total = 0
+    for index, unit in enumerate(layout.units):
+        width, padded = item_bytes(unit.dtype, config.precision), layout.padded(index)
+        start, stop = layout.owned(index, rank)
+        total += aligned((stop - start if config.stage == 3 else padded) * width)
+        if unit.trainable and config.stage <= 1:
+            total += aligned(padded * width)
+    for (capacity, dtype), count in gradient_buffers(layout, config).items():
+        total += count * aligned(capacity * item_bytes(dtype, config.precision))
+    return total
+
+
 def _communication(layout: Layout, config: ZeroConfig) -> int:
     """The staging buffer, and from stage 2 on the whole units that are in memory at one time."""
     whole = gradient_buffers(layout, config) + gathered_buffers(layout, config)

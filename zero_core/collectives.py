@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from zero_core.arena import Arena
 from zero_core.errors import ConfigError
 from zero_core.links import Agreement, Kind, LocalLink, Notice, RemoteNotices, connect
 from zero_core.sharing import SharedArena
@@ -126,6 +127,7 @@ class Collectives:
         self._check = divergence_check
         self._told = 0
         self._arena: SharedArena | None = None
+        self._block: Arena | None = None
         self._near: dict[int, LocalLink] = {}
         if transport == "auto" and not self.native and self.world_size > 1:
             arena = SharedArena()
@@ -139,6 +141,11 @@ class Collectives:
             for peer in range(self.world_size)
             if peer != self.rank and peer not in self._near
         }
+        self._gathers = self.group
+        if self.native and self.world_size > 1:
+            # A communicator, and so a stream, of its own: gathers do not queue behind reductions.
+            ranks = dist.get_process_group_ranks(self.group)
+            self._gathers = dist.new_group(ranks, use_local_synchronization=True)
         self.staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
 
     @property
@@ -146,10 +153,19 @@ class Collectives:
         """Whether reductions need nothing that they would have to share: all ranks are on this host."""
         return not self._far and not self.native
 
+    def reserve(self, size: int) -> None:
+        """Let the next `size` bytes that are allocated lie in one block."""
+        if self._arena is not None:
+            self._arena.reserve(size)
+        else:
+            self._block = Arena(size, self.device)
+
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] zeros that can be reduced and gathered: where ranks on this host can read them."""
         if self._arena is not None:
             return self._arena.allocate(numel, dtype)
+        if self._block is not None and self._block.has_room(numel, dtype):
+            return self._block.take(numel, dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def publish(self, parts: Mapping[int, torch.Tensor]) -> None:
@@ -218,7 +234,7 @@ class Collectives:
             if self.native:
                 own = full[self.rank * chunk : (self.rank + 1) * chunk]
                 works.append(
-                    _all_gather(full[: self.world_size * chunk], own, group=self.group, async_op=True)
+                    _all_gather(full[: self.world_size * chunk], own, group=self._gathers, async_op=True)
                 )
                 self.ledger.count(kind, "network", (self.world_size - 1) * own.numel() * own.element_size())
                 return works
@@ -309,6 +325,9 @@ class Collectives:
 
     def close(self) -> None:
         """Leave the group: ranks on this host that wait for this one fail at once."""
+        if self._gathers is not self.group:
+            dist.destroy_process_group(self._gathers)
+            self._gathers = self.group
         for link in self._near.values():
             link.abort()
             link.close()

@@ -140,6 +140,7 @@ class ZeroEngine:
             rank=self.rank,
             world_size=self.world_size,
         )
+        self.collectives.reserve(budget.exchange_bytes(self.layout, config, self.rank))
         self.collectives.unit_names = [unit.unit.name for unit in self.units]
         # Gradients are read by other ranks, gathered parameters are not.
         self._pools = BufferPool(self.collectives.allocate), BufferPool(self._private)
@@ -194,7 +195,7 @@ class ZeroEngine:
         if config.activation_checkpointing == "unit":
             self._recomputation.install(model, self.units)
         self._round = self._computed = 0
-        self._losses: list[float] = []
+        self._losses: list[torch.Tensor] = []
         self._trace: list[tuple[FlatUnit, str]] = []
         self._trace_ended = True
         self._evaluating = False
@@ -260,7 +261,7 @@ class ZeroEngine:
                 self._reducer.end_micro_batch()
         finally:
             self._gatherer.release_all()
-        self._losses.append(float(loss.detach()))
+        self._losses.append(loss.detach().clone())  # not read before the step's end: a GPU need not wait
         self._trace_ended = True
         self._end_round()
         self._computed += 1
@@ -451,9 +452,10 @@ class ZeroEngine:
 
     def _agree(self, ballot: Sequence[float]) -> tuple[float, float, tuple[float, ...]]:
         """The step's own small collective: gradient norm, mean loss, ballots, the same bits on all ranks."""
+        own_losses = [float(loss) for loss in self._losses]
         if self.config.reproducible:
             owned = [gradient.owned for gradient in self._reducer.gradients]
-            exact = (*expand(exact_square_sum(owned)), *expand(collect([self._losses])))
+            exact = (*expand(exact_square_sum(owned)), *expand(collect([own_losses])))
             rows = self.collectives.gather_numbers((*exact, *ballot))
             squares = collect([row[:EXPANSION] for row in rows])
             losses = collect([row[EXPANSION : 2 * EXPANSION] for row in rows])
@@ -461,8 +463,8 @@ class ZeroEngine:
             mean = math.nan if losses is None else float(losses / self._total)
             votes = [row[2 * EXPANSION :] for row in rows]
             return norm, mean, tuple(sum(column) for column in zip(*votes, strict=True))
-        square_sum = sum(gradient.square_sum() for gradient in self._reducer.gradients)
-        mine = (square_sum, math.fsum(self._losses) / self._total, *ballot)
+        square_sum = float(sum(gradient.square_sum() for gradient in self._reducer.gradients))
+        mine = (square_sum, math.fsum(own_losses) / self._total, *ballot)
         total, mean, *ballots = self.collectives.sum_in_rank_order(mine)
         return math.sqrt(total) if total >= 0 else math.nan, mean, tuple(ballots)
 

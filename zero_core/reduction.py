@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Exchange
 from zero_core.errors import ModelError
-from zero_core.summation import GradientSum, PairwiseTree, RankOrderSum, square_sum
+from zero_core.summation import GradientSum, PairwiseTree, RankOrderSum, Squares, square_sum
 from zero_core.units import FlatUnit
 
 _DEPTH = 3
@@ -64,7 +64,7 @@ class UnitGradient:
         """[owned] the step's gradient of this rank's part, once it is complete."""
         return self.total.owned
 
-    def square_sum(self) -> float:
+    def square_sum(self) -> Squares:
         """Of the owned part, as rounded to the compute dtype."""
         known = self.total.squares if self.owned.dtype == self.unit.dtype else None
         return square_sum(self.owned) if known is None else known

@@ -35,6 +35,11 @@ class SharedArena:
         self._extents: list[_Extent] = []
         self._used = 0  # of the last extent
 
+    def reserve(self, size: int) -> None:
+        """Let the next `size` bytes lie in one piece."""
+        if size:
+            self._grow(size)
+
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] of `dtype`, zeros, in a storage of its own."""
         if numel == 0:

@@ -39,7 +39,7 @@ class GradientSum(Protocol):
     """Bytes kept between exchanges beside buffers that others count."""
 
     @property
-    def squares(self) -> float | None:
+    def squares(self) -> "Squares | None":
         """`square_sum` of the step's sum, where it is known already."""
 
     def absorb(self, start: int, parts: Sequence[torch.Tensor]) -> None:
@@ -68,25 +68,28 @@ class RankOrderSum:
         self._rounds = rounds
         self._started = False
         self._exchanges = self._squared = 0
-        self._squares = 0.0
+        self._squares: Squares = 0.0
 
     def absorb(self, start: int, parts: Sequence[torch.Tensor]) -> None:
         out = self.owned[start : start + parts[0].numel()]
-        scratch = torch.empty(min(RUN, out.numel()), dtype=torch.float32, device=out.device)
+        length = _run_length(out)
+        scratch = torch.empty(min(length, out.numel() * (len(parts) > 1)), device=out.device)
         plain = not self._started and all(part.dtype == out.dtype == torch.float32 for part in parts)
         if start == 0:
             self._squares, self._squared = 0.0, 0
-        for begin in range(0, out.numel(), RUN):
-            run = slice(begin, begin + RUN)
+        for begin in range(0, out.numel(), length):
+            run = slice(begin, begin + length)
             if plain and len(parts) == 2:
                 torch.add(parts[0][run], parts[1][run], out=out[run])
             else:
-                # Not summed in place: `out` may be one of the parts.
-                total = scratch[: out[run].numel()].copy_(parts[0][run])
-                for part in parts[1:]:
-                    total += part[run]
+                total = parts[0][run]
+                if len(parts) > 1:
+                    # Not summed in place: `out` may be one of the parts.
+                    total = scratch[: out[run].numel()].copy_(total)
+                    for part in parts[1:]:
+                        total += part[run]
                 out[run].add_(total) if self._started else out[run].copy_(total)
-            if self._exchanges + 1 >= self._rounds and (start + begin) % RUN == 0:
+            if self._exchanges + 1 >= self._rounds and (start + begin) % length == 0:
                 self._squares += _square(out[run])
                 self._squared += out[run].numel()
 
@@ -98,7 +101,7 @@ class RankOrderSum:
         return None
 
     @property
-    def squares(self) -> float | None:
+    def squares(self) -> "Squares | None":
         """`square_sum` of the sum, if it was taken on the way: on the same runs, so the same bits."""
         return self._squares if self._squared == self.owned.numel() else None
 
@@ -146,9 +149,14 @@ class PairwiseTree:
         self._count = 0
 
 
-def square_sum(tensor: torch.Tensor) -> float:
+Squares = float | torch.Tensor
+"""A sum of squares; on a GPU a 0-d fp64 tensor there, so that nobody waits for it before the step's end."""
+
+
+def square_sum(tensor: torch.Tensor) -> Squares:
     """Sum of the squares of all elements, run by run in order."""
-    return sum(_square(tensor[start : start + RUN]) for start in range(0, tensor.numel(), RUN))
+    length = _run_length(tensor)
+    return sum((_square(tensor[start : start + length]) for start in range(0, tensor.numel(), length)), 0.0)
 
 
 def exact_square_sum(tensors: Sequence[torch.Tensor]) -> Fraction | None:
@@ -208,9 +216,15 @@ def _group_square_sums(run: torch.Tensor) -> torch.Tensor:
     return groups[:, 0]
 
 
-def _square(run: torch.Tensor) -> float:
+def _run_length(tensor: torch.Tensor) -> int:
+    """Runs fit the cache of a CPU; a GPU takes everything at once."""
+    return RUN if tensor.device.type == "cpu" else max(1, tensor.numel())
+
+
+def _square(run: torch.Tensor) -> Squares:
     wide = run.float()
-    return float(torch.dot(wide, wide))
+    square = torch.dot(wide, wide)
+    return float(square) if run.device.type == "cpu" else square.double()
 
 
 def _widened(part: torch.Tensor) -> torch.Tensor:

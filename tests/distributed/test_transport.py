@@ -1,6 +1,7 @@
 """How ranks exchange: by memory or network, overlapped or not, the same bits; ranks that differ: an error."""
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -197,6 +198,30 @@ def test_a_killed_rank_ends_the_wait_of_others() -> None:
     # The survivor would report what it raised, but the harness stops at the death.
     with pytest.raises(RankFailedError, match=r"rank 1 died without an answer|rank 0"):
         run_ranks(2, lost, "killed", timeout_s=30)
+
+
+def in_one_block(rank: int, world: int, stage: int, transport: str) -> list[int]:
+    """How far apart the first and the last byte lie of what is reduced and gathered, and the prediction."""
+    from zero_core.budget import exchange_bytes
+
+    engine = ZeroEngine(build(), ZeroConfig(stage=stage, transport=transport, tile=64))
+    parts = [t for u in engine.units for t in (u.full, u.shard) if t is not None]
+    parts += [g.kept for g in engine._reducer.gradients if g.kept is not None]
+    buffers = [b for free in engine._pools[0]._free.values() for b in free]
+    spans = [
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in parts + buffers if t.numel()
+    ]
+    spans.sort()
+    for (_, end), (begin, _) in itertools.pairwise(spans):
+        assert 0 <= begin - end < 64, "one behind the other, aligned"
+    return [spans[-1][1] - spans[0][0], exchange_bytes(engine.layout, engine.config, rank)]
+
+
+@pytest.mark.parametrize("transport", ["auto", "network"])
+def test_model_states_lie_in_one_pre_allocated_block(transport: str) -> None:
+    for world, stage in ((1, 2), (2, 0), (2, 1), (2, 2), (3, 3)):
+        for span, predicted in run_ranks(world, in_one_block, stage, transport):
+            assert predicted - 64 < span <= predicted
 
 
 def litter(rank: int, world: int) -> int:
