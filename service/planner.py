@@ -115,7 +115,8 @@ def every_stage(spec: JobSpec, *, workers: int | None = None) -> StageBudgets:
         notes = (error.message,)
     stages: dict[Stage, StageBudget] = {}
     for stage in get_args(Stage):
-        config = replace(engine_config(spec), stage=stage)
+        own = engine_config(spec)
+        config = replace(own, stage=stage, keep_gathered_bytes=own.keep_gathered_bytes if stage == 3 else 0)
         stages[stage] = StageBudget(
             predict(layout, config, 0, activation_bytes=_activations(spec)),
             tile_rounding(layout, config, 0),

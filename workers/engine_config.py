@@ -27,6 +27,9 @@ def engine_config(spec: JobSpec) -> ZeroConfig:
         tile=spec.zero.tile,
         staging_bytes=spec.zero.staging_bytes,
         reproducible=spec.zero.reproducible,
+        reduction=spec.zero.reduction,
+        keep_gathered_bytes=spec.zero.keep_gathered_bytes,
+        divergence_check=spec.zero.divergence_check,
         activation_checkpointing=spec.zero.activation_checkpointing,
         collective_timeout_s=spec.recovery.collective_timeout_s,
     )

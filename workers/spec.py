@@ -287,13 +287,38 @@ class Zero(_Section):
     reproducible: bool = Field(
         False,
         description="Whether the same bits come out for every number of workers; costs log2 of the number of "
-        "micro-batches in fp32 accumulators of the owned gradients. CPU only so far.",
+        "micro-batches in fp32 accumulators of the owned gradients. On GPUs it needs reduction: ordered.",
+    )
+    reduction: Literal["native", "ordered"] = Field(
+        "native",
+        description="On GPUs: native is NCCL's own reduce-scatter; ordered sums in fp32 in the order of ranks, "
+        "as CPUs always do.",
+    )
+    keep_gathered_bytes: int = Field(
+        0,
+        ge=0,
+        description="Stage 3: so many bytes for layers that stay whole from forward to backward instead of "
+        "being gathered twice.",
+    )
+    divergence_check: Literal["always", "first", "off"] = Field(
+        "always",
+        description="Whether ranks compare what they are about to do before data move between hosts: always, "
+        "in the first three steps, or never. Ranks on one host always do.",
     )
     activation_checkpointing: Literal["none", "unit"] = Field(
         "none",
         description="unit: of each layer only the inputs are kept for backward, which computes the layer's "
         "forward once more; none: all that backward needs is kept.",
     )
+
+    @model_validator(mode="after")
+    def _kept_at_stage_three(self) -> "Zero":
+        if self.keep_gathered_bytes and self.stage != 3:
+            raise ValueError(
+                f"keep_gathered_bytes {self.keep_gathered_bytes} means something at stage 3 only; the stage "
+                f"is {self.stage}: leave it out"
+            )
+        return self
 
 
 class Workers(_Section):

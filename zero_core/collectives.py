@@ -6,15 +6,15 @@ chunks and ranges of flat tensors, nothing of parameters, optimizers or stages.
 On CPU a reduction is an exchange of low-precision contributions, pair by pair, that the owner sums in fp32
 in rank order: gloo's own reduce-scatter moves twice the bytes, and rounds bf16 sums in bf16. Ranks on one
 host read each other's memory; other pairs send point to point. Which pair is which changes no bit. On GPU
-(NCCL) the native reduce-scatter and all-gather are used.
+(NCCL) the native reduce-scatter is used, or the same exchange when asked, and the native all-gather.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,7 @@ class Collectives:
         *,
         staging_bytes: int,
         transport: Literal["auto", "network"] = "auto",
+        ordered: bool = False,
         divergence_check: DivergenceCheck = "always",
         timeout_s: float = 600.0,
     ) -> None:
@@ -119,17 +120,19 @@ class Collectives:
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.device = device
-        self.native = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
+        self.native = self.on_gpu and not ordered
+        """Whether sums are NCCL's own, in its order."""
         self.ledger = Ledger()
         self.unit_names: Sequence[str] = ()
         self.steps = 0
         """Finished steps of this object's life; `divergence_check="first"` looks at it."""
-        self._check = divergence_check
+        self._check: DivergenceCheck = "off" if self.on_gpu else divergence_check
         self._told = 0
         self._arena: SharedArena | None = None
         self._block: Arena | None = None
         self._near: dict[int, LocalLink] = {}
-        if transport == "auto" and not self.native and self.world_size > 1:
+        if transport == "auto" and not self.on_gpu and self.world_size > 1:
             arena = SharedArena()
             self._near = connect(self.group, arena, self._names, timeout_s=timeout_s)
             if self._near:
@@ -142,7 +145,7 @@ class Collectives:
             if peer != self.rank and peer not in self._near
         }
         self._gathers = self.group
-        if self.native and self.world_size > 1:
+        if self.on_gpu and self.world_size > 1:
             # A communicator, and so a stream, of its own: gathers do not queue behind reductions.
             ranks = dist.get_process_group_ranks(self.group)
             self._gathers = dist.new_group(ranks, use_local_synchronization=True)
@@ -151,7 +154,7 @@ class Collectives:
     @property
     def concurrent(self) -> bool:
         """Whether reductions need nothing that they would have to share: all ranks are on this host."""
-        return not self._far and not self.native
+        return not self._far and not self.on_gpu
 
     def reserve(self, size: int) -> None:
         """Let the next `size` bytes that are allocated lie in one block."""
@@ -170,7 +173,7 @@ class Collectives:
 
     def publish(self, parts: Mapping[int, torch.Tensor]) -> None:
         """Tell the ranks on this host where this rank's own part of each unit lies. Collective."""
-        if self.world_size == 1 or self.native:
+        if self.world_size == 1 or self.on_gpu:
             return
         mine = {} if self._arena is None else {tag: self._arena.offset(part) for tag, part in parts.items()}
         table: list[dict[int, int]] = [{}] * self.world_size
@@ -231,7 +234,7 @@ class Collectives:
         if self.world_size == 1:
             return works
         with self.ledger.timed("gather"):
-            if self.native:
+            if self.on_gpu:
                 own = full[self.rank * chunk : (self.rank + 1) * chunk]
                 works.append(
                     _all_gather(full[: self.world_size * chunk], own, group=self._gathers, async_op=True)
@@ -267,7 +270,7 @@ class Collectives:
         self, full: torch.Tensor, chunk: int, numel: int, *, kind: str, tag: int, active: int | None = None
     ) -> None:
         """Fill `full`, wherever it lies, on the first `active` ranks (default: all); not meant for a step."""
-        if self.native:
+        if self.on_gpu:
             self.finish_gather(self.begin_gather(full, chunk, numel, kind=kind, tag=tag))
             return
         receivers = self.world_size if active is None else active
@@ -297,7 +300,7 @@ class Collectives:
         if self.world_size == 1:
             return [row]
         with self.ledger.timed("control"):
-            if self.native:
+            if self.on_gpu:
                 mine = torch.tensor(row, dtype=torch.float64, device=self.device)
                 table = torch.empty(self.world_size * len(row), dtype=torch.float64, device=self.device)
                 _all_gather(table, mine, group=self.group)
@@ -394,21 +397,29 @@ class Collectives:
         own = self._part(full, chunk, numel, self.rank)[offset : offset + piece]
         room = self.staging[: self.staging.numel() // full.element_size() * full.element_size()]
         room = room.view(full.dtype)
+        messages = []
         for index, peer in enumerate(self._far):
             if peer < exchange.active and own.numel():
                 place = room[index * piece : index * piece + own.numel()]
                 exchange.received[peer] = place
-                exchange.posted.append(dist.irecv(place, group=self.group, group_src=peer, tag=exchange.tag))
-        if self.rank >= exchange.active:
-            return
-        for peer in self._peers():
+                messages.append(self._message(dist.irecv, place, peer, exchange.tag))
+        for peer in self._peers() if self.rank < exchange.active else ():
             theirs = self._part(full, chunk, numel, peer)
             if peer in self._far:
                 theirs = theirs[offset : offset + piece]
                 if theirs.numel():
-                    exchange.posted.append(self._send(theirs, peer, "reduce", exchange.tag))
+                    self.ledger.count("reduce", "network", theirs.numel() * theirs.element_size())
+                    messages.append(self._message(dist.isend, theirs, peer, exchange.tag))
             elif offset == 0:
                 self.ledger.count("reduce", "shared", theirs.numel() * theirs.element_size())
+        if messages:
+            # As one batch: NCCL knows no tags, and messages that are not grouped wait for each other.
+            exchange.posted += dist.batch_isend_irecv(messages)
+
+    def _message(
+        self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int
+    ) -> dist.P2POp:
+        return dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer)
 
     def _finish_exchange(self, exchange: Exchange) -> None:
         """Piece by piece where some come over the network; near ranks' parts are read where they lie."""

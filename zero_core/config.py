@@ -254,12 +254,15 @@ class ZeroConfig:
     staging_bytes   size of the one communication buffer; it does not grow with the model
     transport       "auto": ranks on one host read each other's memory, others send over the group (gloo or
                     NCCL); "network": all send. The numbers do not depend on it
+    reduction       on NCCL: "native", its own reduce-scatter, in its order and the compute dtype, or
+                    "ordered", the exchange and fp32 sum in rank order that CPUs always have
     overlap         a unit's reduction goes on while backward fills the next one; no number depends on it
     prefetch_units  stage 3: how many units are gathered ahead of their use, 0 or 1
     keep_gathered_bytes  stage 3: units, the smallest first, that stay whole from forward to backward in so
                     many bytes: less is gathered twice. 0 moves 3 psi, as much as the model 2 psi
     divergence_check  compare what ranks are about to do before data move between hosts: "always", for the
-                    "first" three steps, or "off"; within a host it costs nothing and is always done
+                    "first" three steps, or "off"; within a host it costs nothing and is always done; on
+                    NCCL nothing is compared
     collective_timeout_s  longest wait for another rank
     broadcast_initial  start all ranks from rank 0's parameters
     reproducible    add micro-batches in one fixed tree, and norm and loss exactly, so that the same bits come
@@ -282,6 +285,7 @@ class ZeroConfig:
     tile: int = 256
     staging_bytes: int = 8 << 20
     transport: Literal["auto", "network"] = "auto"
+    reduction: Literal["native", "ordered"] = "native"
     overlap: bool = True
     prefetch_units: int = 1
     keep_gathered_bytes: int = 0
@@ -304,8 +308,17 @@ class ZeroConfig:
             raise ConfigError(f"clip_norm {self.clip_norm} must be positive, or None for no clipping")
         if self.tile < 1 or self.tile % TILE_STEP:
             raise ConfigError(f"tile {self.tile} must be a positive multiple of {TILE_STEP} elements")
+        if self.staging_bytes < 4096:
+            raise ConfigError(f"staging_bytes {self.staging_bytes} must be at least 4096")
+        _check_groups(self.groups, self.optimizer)
+        self._check_exchange()
+        self._check_activations()
+
+    def _check_exchange(self) -> None:
         if self.transport not in ("auto", "network"):
             raise ConfigError(f"transport {self.transport!r} must be 'auto' or 'network'")
+        if self.reduction not in ("native", "ordered"):
+            raise ConfigError(f"reduction {self.reduction!r} must be 'native' or 'ordered'")
         if self.divergence_check not in ("always", "first", "off"):
             raise ConfigError(
                 f"divergence_check {self.divergence_check!r} must be 'always', 'first' or 'off'"
@@ -320,10 +333,6 @@ class ZeroConfig:
             )
         if not self.collective_timeout_s > 0:
             raise ConfigError(f"collective_timeout_s {self.collective_timeout_s} must be positive")
-        if self.staging_bytes < 4096:
-            raise ConfigError(f"staging_bytes {self.staging_bytes} must be at least 4096")
-        _check_groups(self.groups, self.optimizer)
-        self._check_activations()
 
     def _check_activations(self) -> None:
         if self.activation_checkpointing not in ("none", "unit"):

@@ -121,12 +121,15 @@ class ZeroEngine:
             self.device,
             staging_bytes=config.staging_bytes,
             transport=config.transport,
+            ordered=config.reduction == "ordered",
             divergence_check=config.divergence_check,
             timeout_s=config.collective_timeout_s,
         )
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
         if config.reproducible and self.collectives.native:
-            raise ConfigError("reproducible sums are not built for NCCL yet: use them on CPU (gloo)")
+            raise ConfigError(
+                "reproducible sums need reduction='ordered' on NCCL: its own have no fixed order"
+            )
         self._total = config.micro_batches or self.world_size
         if self.world_size > self._total:
             raise ConfigError(

@@ -76,6 +76,14 @@ def test_overlap_changes_no_bit() -> None:
     assert runs[0] == runs[1]
 
 
-def test_the_reproducible_mode_says_that_it_is_not_built_for_nccl() -> None:
-    with pytest.raises(ConfigError, match="not built for NCCL"):
+def test_the_ordered_reduction_gives_the_same_bits_at_one_rank() -> None:
+    runs = [
+        losses(engine_of(2, "bf16", reduction=how, micro_batches=3), 4, 3) for how in ("native", "ordered")
+    ]
+    assert runs[0] == runs[1]
+    assert losses(engine_of(2, "bf16", reduction="ordered", reproducible=True, micro_batches=3), 4, 3)
+
+
+def test_the_reproducible_mode_says_what_it_needs_on_nccl() -> None:
+    with pytest.raises(ConfigError, match="need reduction='ordered' on NCCL"):
         engine_of(2, "bf16", reproducible=True)
