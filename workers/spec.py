@@ -291,8 +291,8 @@ class Zero(_Section):
     )
     reduction: Literal["native", "ordered"] = Field(
         "native",
-        description="On GPUs: native is NCCL's own reduce-scatter; ordered sums in fp32 in rank order, as CPUs "
-        "always do.",
+        description="On GPUs: native is NCCL's own reduce-scatter; ordered sums in fp32 in rank order, as on "
+        "CPUs.",
     )
     keep_gathered_bytes: int = Field(
         0,

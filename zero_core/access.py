@@ -18,6 +18,7 @@ from zero_core.agreement import gather_bits
 from zero_core.collectives import Collectives
 from zero_core.errors import UsageError
 from zero_core.gathering import Gatherer
+from zero_core.links import Purpose
 from zero_core.optimizer import UnitStates
 from zero_core.units import FlatUnit, UnitState
 
@@ -140,7 +141,7 @@ class ParameterAccess:
         for item, found in zip(opened, prints, strict=True):
             for before, after in zip(item.prints, found, strict=True):
                 row += (float(before != after), float(after >> _HALF), float(after & (1 << _HALF) - 1))
-        rows = self._collectives.gather_numbers(row)
+        rows = self._collectives.gather_numbers(row, purpose=Purpose.WHOLE)
         names = [slot.name for item in opened for slot in item.unit.unit.slots]
         problem = verdict(names, rows, write=write)
         if problem is not None:

@@ -80,6 +80,7 @@ def load(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
     Raises CheckpointError on every rank if any rank cannot read what it needs, or if the checkpoint is of
     another model or precision, or of an optimizer that keeps other states.
     """
+    engine.collectives.fence()  # a slower rank may still gather what is about to be written
     with together(engine.collectives, f"loading {folder}", CheckpointError):
         manifest = manifests.read(folder)
         _check_same_model(engine, manifest, folder)

@@ -14,20 +14,31 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zero_core.arena import Arena
 from zero_core.errors import ConfigError
-from zero_core.links import Agreement, Kind, LocalLink, Notice, RemoteNotices, connect
+from zero_core.links import (
+    Agreement,
+    Kind,
+    LocalLink,
+    Notice,
+    Purpose,
+    RemoteNotices,
+    connect,
+    wait_for,
+)
 from zero_core.sharing import SharedArena
 from zero_core.summation import RUN, GradientSum
 
 # torch 2.13 renamed these; the old names are deprecated there, the new ones absent before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_Object = TypeVar("_Object")
 
 Pending = list["dist.Work | None"]
 """A gathering under way, to be given to `finish_gather`."""
@@ -128,6 +139,7 @@ class Collectives:
         self.steps = 0
         """Finished steps of this object's life; `divergence_check="first"` looks at it."""
         self._check: DivergenceCheck = "off" if self.on_gpu else divergence_check
+        self._timeout_s = timeout_s
         self._told = 0
         self._arena: SharedArena | None = None
         self._block: Arena | None = None
@@ -140,7 +152,7 @@ class Collectives:
             else:
                 arena.close()
         self._far = {
-            peer: RemoteNotices(Agreement(self.rank, peer, self._names), self.group)
+            peer: RemoteNotices(Agreement(self.rank, peer, self._names), self.group, timeout_s=timeout_s)
             for peer in range(self.world_size)
             if peer != self.rank and peer not in self._near
         }
@@ -176,10 +188,16 @@ class Collectives:
         if self.world_size == 1 or self.on_gpu:
             return
         mine = {} if self._arena is None else {tag: self._arena.offset(part) for tag, part in parts.items()}
-        table: list[dict[int, int]] = [{}] * self.world_size
-        dist.all_gather_object(table, mine, group=self.group)
+        table = self.gather_objects(mine)
         for peer, link in self._near.items():
             link.published = table[peer]
+
+    def gather_objects(self, mine: _Object) -> list[_Object]:
+        """Every rank's object, by rank; while the engine is built."""
+        table = [mine] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(table, mine, group=self.group)
+        return table
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -264,7 +282,7 @@ class Collectives:
         """Wait until the gathered tensor is whole."""
         if works:
             with self.ledger.timed("gather"):
-                _wait(works)
+                self._wait(works)
 
     def gather_from_owners(
         self, full: torch.Tensor, chunk: int, numel: int, *, kind: str, tag: int, active: int | None = None
@@ -273,6 +291,7 @@ class Collectives:
         if self.on_gpu:
             self.finish_gather(self.begin_gather(full, chunk, numel, kind=kind, tag=tag))
             return
+        self._meet(Notice(Kind.ACCESS, tag, numel))
         receivers = self.world_size if active is None else active
         own = self._part(full, chunk, numel, self.rank)
         works: Pending = []
@@ -282,20 +301,21 @@ class Collectives:
             theirs = self._part(full, chunk, numel, peer)
             if self.rank < receivers and theirs.numel():
                 works.append(dist.irecv(theirs, group=self.group, group_src=peer, tag=tag))
-        _wait(works)
+        self._wait(works)
 
     def fence(self) -> None:
         """Wait until every rank on this host has come here: what was written may be read, and the reverse."""
         if self._near:
             with self.ledger.timed("control"):
                 self._tell_near(Notice(Kind.FENCE), at_once=True)
-                for link in self._near.values():
-                    link.hear(self._told)
+                self._hear_near()
 
     # -- small and rare ---------------------------------------------------------------------------
 
-    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's few fp64 numbers, a row for each rank."""
+    def gather_numbers(
+        self, values: Sequence[float], *, purpose: Purpose = Purpose.OUTCOME
+    ) -> list[list[float]]:
+        """Every rank's few fp64 numbers, a row for each rank; equally many, for the same purpose."""
         row = [float(value) for value in values]
         if self.world_size == 1:
             return [row]
@@ -307,15 +327,20 @@ class Collectives:
                 self.ledger.count("control", "network", (self.world_size - 1) * 8 * len(row))
                 rows: list[list[float]] = table.view(self.world_size, -1).tolist()
                 return rows
-            return self._exchange_rows(row)
+            return self._exchange_rows(row, purpose)
 
-    def sum_in_rank_order(self, values: Sequence[float]) -> tuple[float, ...]:
+    def sum_in_rank_order(
+        self, values: Sequence[float], *, purpose: Purpose = Purpose.OUTCOME
+    ) -> tuple[float, ...]:
         """Sum a few fp64 numbers over ranks, in rank order, so that all ranks get the same bits."""
-        return tuple(sum(column) for column in zip(*self.gather_numbers(values), strict=True))
+        rows = self.gather_numbers(values, purpose=purpose)
+        return tuple(sum(column) for column in zip(*rows, strict=True))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """Copy rank `source`'s tensor to all ranks, in place; used outside of steps."""
         if self.world_size > 1:
+            if not self.on_gpu:
+                self._meet(Notice(Kind.BROADCAST, numel=tensor.numel()))
             dist.broadcast(tensor, group_src=source, group=self.group)
             if self.rank == source:
                 size = (self.world_size - 1) * tensor.numel() * tensor.element_size()
@@ -323,7 +348,7 @@ class Collectives:
 
     def abort(self) -> None:
         """From any thread: a rank that waits for another on this host fails now, with PeerLostError."""
-        for link in self._near.values():
+        for link in list(self._near.values()):
             link.abort()
 
     def close(self) -> None:
@@ -354,8 +379,17 @@ class Collectives:
         for link in self._near.values():
             link.tell(notice, at_once=at_once)
 
-    def _exchange_rows(self, row: list[float]) -> list[list[float]]:
-        notice = Notice(Kind.NUMBERS, numel=len(row), row=tuple(row))
+    def _hear_near(self) -> None:
+        for link in self._near.values():
+            link.hear(self._told)
+
+    def _meet(self, notice: Notice) -> None:
+        """Wait until all ranks have announced the same."""
+        self._announce(notice, at_once=True)
+        self._hear_near()
+
+    def _exchange_rows(self, row: list[float], purpose: Purpose) -> list[list[float]]:
+        notice = Notice(Kind.NUMBERS, unit=purpose, numel=len(row), row=tuple(row))
         self._announce(notice, at_once=True)
         rows = {self.rank: row}
         mine = torch.tensor(row, dtype=torch.float64)
@@ -363,7 +397,7 @@ class Collectives:
         if row:
             works = [self._send(mine, peer, "control", 0) for peer in self._far]
             works += [dist.irecv(t, group=self.group, group_src=p, tag=0) for p, t in incoming.items()]
-            _wait(works)
+            self._wait(works)
         rows |= {peer: tensor.tolist() for peer, tensor in incoming.items()}
         for peer, link in self._near.items():
             link.hear(self._told)
@@ -384,7 +418,7 @@ class Collectives:
         self.ledger.count("reduce", "network", size)
 
     def _finish_native(self, exchange: Exchange) -> None:
-        _wait(exchange.posted)
+        self._wait(exchange.posted)
         owned = exchange.total.owned.numel()
         if owned:
             assert exchange.scattered is not None
@@ -435,7 +469,7 @@ class Collectives:
         for offset in range(0, exchange.chunk, piece):
             if offset:
                 self._post(exchange, offset)
-            _wait(exchange.posted)
+            self._wait(exchange.posted)
             exchange.posted.clear()
             own = mine[offset : offset + piece]
             if own.numel():
@@ -450,6 +484,14 @@ class Collectives:
         """Elements that every far rank may send at a time: they lie side by side in the staging buffer."""
         room = max(1, self.staging.numel() // (max(1, len(self._far)) * item_bytes))
         return room // RUN * RUN or room
+
+    def _wait(self, works: Pending) -> None:
+        if not self.on_gpu:
+            wait_for(works, timeout_s=self._timeout_s)
+            return
+        for work in works:
+            assert work is not None, "this rank belongs to its own group"
+            work.wait()  # the stream waits; with a timeout the host would
 
     def _send(self, tensor: torch.Tensor, peer: int, kind: str, tag: int) -> "dist.Work | None":
         self.ledger.count(kind, "network", tensor.numel() * tensor.element_size())
@@ -469,9 +511,3 @@ class Collectives:
 
     def _part(self, full: torch.Tensor, chunk: int, numel: int, rank: int) -> torch.Tensor:
         return full[rank * chunk : rank * chunk + self._owned(chunk, numel, rank)]
-
-
-def _wait(works: Pending) -> None:
-    for work in works:
-        assert work is not None, "this rank belongs to its own group"
-        work.wait()

@@ -24,6 +24,7 @@ from torch import nn
 from zero_core import budget
 from zero_core.access import ParameterAccess
 from zero_core.activations import Recomputation, store_for
+from zero_core.agreement import check_alike
 from zero_core.arena import Arena
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Pending
@@ -31,6 +32,7 @@ from zero_core.config import ZeroConfig
 from zero_core.errors import ConfigError, UsageError
 from zero_core.freezing import Freezing
 from zero_core.gathering import Gatherer
+from zero_core.links import Purpose
 from zero_core.materialise import Initialise
 from zero_core.memory import (
     MemoryReport,
@@ -100,6 +102,7 @@ class ZeroEngine:
     Others may be frozen, and unfrozen again, between steps, on every rank alike: while frozen they keep their
     values and their optimizer state as they are.
     A parameter that no micro-batch of a step used has a gradient of zeros, as every other.
+    At stage 3 a unit's parameters have values while its module runs; used from elsewhere they read as nan.
     """
 
     def __init__(
@@ -136,13 +139,27 @@ class ZeroEngine:
                 f"world size {self.world_size} exceeds the {self._total} micro-batches of a step: "
                 "every rank needs at least one"
             )
+        self._lay_out()
+        self._hold(initialise)
+        self._measure(baseline)
+        self._round = self._computed = 0
+        self._losses: list[torch.Tensor] = []
+        self._trace: list[tuple[FlatUnit, str]] = []
+        self._trace_ended = True
+        self._evaluating = False
+        self.collectives.ledger.take()  # what building cost is no step's
+
+    def _lay_out(self) -> None:
+        """Find the units, the same on every rank, and allocate the buffers they take turns in."""
+        config = self.config
         self.layout, self.units = bind_units(
-            model,
+            self.module,
             precision=config.precision,
             tile=config.tile,
             rank=self.rank,
             world_size=self.world_size,
         )
+        check_alike(self.collectives, config, self.layout)
         self.collectives.reserve(budget.exchange_bytes(self.layout, config, self.rank))
         self.collectives.unit_names = [unit.unit.name for unit in self.units]
         # Gradients are read by other ranks, gathered parameters are not.
@@ -150,6 +167,10 @@ class ZeroEngine:
         for pool, buffers in zip(self._pools, (gradient_buffers, gathered_buffers), strict=True):
             for (numel, dtype), count in buffers(self.layout, config).items():
                 pool.reserve(numel, held_dtype(dtype, config.precision), count=count)
+
+    def _hold(self, initialise: Initialise | None) -> None:
+        """Partition the model, and wire what gathers, reduces and steps it."""
+        config = self.config
         self._gatherer = Gatherer(
             self.units,
             self.collectives,
@@ -160,7 +181,7 @@ class ZeroEngine:
             prefetch=config.prefetch_units > 0,
         )
         self._states_arena = Arena(budget.optimizer_arena_bytes(self.layout, config, self.rank), self.device)
-        states = partition(model, self.units, self.collectives, config, initialise, self._states_arena)
+        states = partition(self.module, self.units, self.collectives, config, initialise, self._states_arena)
         self.optimizer = FlatOptimizer(config, states)
         self.gate = StepGate(config)
         self.steps_done = 0
@@ -181,10 +202,14 @@ class ZeroEngine:
             self._gatherer.install_hooks()
         self._freezing = Freezing(self.units, self.collectives, self._train_only)
         self._access = ParameterAccess(
-            model, self.units, states, self.collectives, self._gatherer, stage=config.stage
+            self.module, self.units, states, self.collectives, self._gatherer, stage=config.stage
         )
+
+    def _measure(self, baseline: int) -> None:
+        """Count what autograd saves and sample the process; recompute units where that is asked for."""
+        recomputes = self.config.activation_checkpointing == "unit"
         exclude = {u.full.untyped_storage().data_ptr() for u in self.units if u.full is not None}
-        self._saved = SavedTensors(exclude, recomputes=config.activation_checkpointing != "none")
+        self._saved = SavedTensors(exclude, recomputes=recomputes)
         self._peak = PeakSampler(self.device, baseline)
         self._recomputation = Recomputation(
             self._checkpoints,
@@ -195,14 +220,8 @@ class ZeroEngine:
             in_unit=lambda tensor: self._gatherer.reference(tensor) is not None,
             sample=lambda: self._peak.sample(self.steps_done),
         )
-        if config.activation_checkpointing == "unit":
-            self._recomputation.install(model, self.units)
-        self._round = self._computed = 0
-        self._losses: list[torch.Tensor] = []
-        self._trace: list[tuple[FlatUnit, str]] = []
-        self._trace_ended = True
-        self._evaluating = False
-        self.collectives.ledger.take()  # what building cost is no step's
+        if recomputes:
+            self._recomputation.install(self.module, self.units)
 
     # -- what a training loop calls ---------------------------------------------------------------
 
@@ -238,6 +257,7 @@ class ZeroEngine:
                 return self.module(*self._cast(args), **self._cast(kwargs))
         except BaseException:
             self._gatherer.release_all()
+            self._trace_ended = True
             raise
         finally:
             self._evaluating = False
@@ -344,7 +364,11 @@ class ZeroEngine:
         return self.train(False)
 
     def detach(self) -> None:
-        """Leave the group and take the hooks off the model: an ordinary module with this rank's values."""
+        """Leave the group and take the hooks off the model, which is an ordinary module again.
+
+        At stage 3 its parameters hold no values then: take a state dict before. An engine that is dropped
+        without this is never freed: its hooks hold it.
+        """
         self._gatherer.remove_hooks()
         self._reducer.remove_hooks()
         self._recomputation.remove()
@@ -459,7 +483,7 @@ class ZeroEngine:
         if self.config.reproducible:
             owned = [gradient.owned for gradient in self._reducer.gradients]
             exact = (*expand(exact_square_sum(owned)), *expand(collect([own_losses])))
-            rows = self.collectives.gather_numbers((*exact, *ballot))
+            rows = self.collectives.gather_numbers((*exact, *ballot), purpose=Purpose.STEP)
             squares = collect([row[:EXPANSION] for row in rows])
             losses = collect([row[EXPANSION : 2 * EXPANSION] for row in rows])
             norm = math.nan if squares is None else math.sqrt(squares)
@@ -468,7 +492,7 @@ class ZeroEngine:
             return norm, mean, tuple(sum(column) for column in zip(*votes, strict=True))
         square_sum = float(sum(gradient.square_sum() for gradient in self._reducer.gradients))
         mine = (square_sum, math.fsum(own_losses) / self._total, *ballot)
-        total, mean, *ballots = self.collectives.sum_in_rank_order(mine)
+        total, mean, *ballots = self.collectives.sum_in_rank_order(mine, purpose=Purpose.STEP)
         return math.sqrt(total) if total >= 0 else math.nan, mean, tuple(ballots)
 
     def _held_gradients(self) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from zero_core.agreement import pack, unpack
 from zero_core.collectives import Collectives
 from zero_core.errors import ModelError, UsageError
+from zero_core.links import Purpose
 from zero_core.units import FlatUnit
 
 
@@ -47,7 +48,7 @@ class Freezing:
                 )
             return
         packed = self._packed if now == self._trained else pack(now)
-        rows = self._collectives.gather_numbers(packed)
+        rows = self._collectives.gather_numbers(packed, purpose=Purpose.TRAINED)
         if packed is not self._packed or any(row != packed for row in rows):
             problem = objection(self._names, self._steppable, [unpack(row, len(now)) for row in rows])
             if problem is not None:

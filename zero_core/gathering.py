@@ -102,12 +102,14 @@ class Gatherer:
         return self._pass == "backward"
 
     def begin(self, which: str) -> None:
-        """A pass begins: "forward", "backward" or "evaluation"."""
+        """A pass begins: "forward", "backward" or "evaluation"; what the last one did not use is dropped."""
+        self._drop_coming()
         self._pass = which
         self._orders[which].begin()
 
     def end_step(self) -> None:
-        """What this step's passes gathered is expected of the next one's."""
+        """What this step's passes gathered is expected of the next one's; its values are not kept."""
+        self.release_all()
         for order in self._orders.values():
             order.end_step()
 
@@ -135,8 +137,9 @@ class Gatherer:
             if flat.numel():
                 self._by_address[flat.untyped_storage().data_ptr()] = unit
             following = self._orders[self._pass].needed(unit)
-            if self._prefetch and following is not None and following.full is None:
-                self._coming.setdefault(following.index, self._start(following))
+            wanted = following is not None and following.full is None and following.index not in self._coming
+            if self._prefetch and following is not None and wanted:
+                self._coming[following.index] = self._start(following)
         assert unit.full is not None
         return unit.full
 
@@ -165,14 +168,18 @@ class Gatherer:
 
     def release_all(self) -> None:
         """After backward, or after a failed forward: nothing stays gathered."""
-        for flat, pending in self._coming.values():
-            self._collectives.finish_gather(pending)
-            self._pool.take_back(flat)
-        self._coming.clear()
+        self._drop_coming()
         self._held.clear()
         for unit in self._units:
             self._in_use[unit.index] = 0
             self.release(unit)
+
+    def _drop_coming(self) -> None:
+        """What was gathered ahead for another way through the model than the one that was taken."""
+        for flat, pending in self._coming.values():
+            self._collectives.finish_gather(pending)
+            self._pool.take_back(flat)
+        self._coming.clear()
 
     def serve(self, unit: FlatUnit, kind: str, active: int) -> None:
         """Give this idle rank's part of the unit to the ranks that work; nothing is kept."""

@@ -12,11 +12,13 @@ Knows nothing of gradients, parameters or sums.
 
 import contextlib
 import secrets
+import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
@@ -30,7 +32,7 @@ _HEADER = struct.Struct("<iiqqi")
 _HELLO = struct.Struct("<i16s")
 _NOTICE_TAG = (1 << 30) + 1
 _PATIENCE_BYTES = 1 << 14
-"""Notices that nobody waits for are collected up to so many bytes: a full socket must never block a rank."""
+"""Notices that nobody waits for travel together, up to so many bytes."""
 
 
 _HANDSHAKE_S = 30.0
@@ -44,13 +46,37 @@ class Kind(IntEnum):
     GATHER = 2
     NUMBERS = 3
     FENCE = 4
+    ACCESS = 5
+    BROADCAST = 6
+
+
+class Purpose(IntEnum):
+    """What a row of numbers is for."""
+
+    STEP = 0
+    TRAINED = 1
+    WHOLE = 2
+    OUTCOME = 3
+
+
+_ROWS = {
+    Purpose.STEP: "the end of a step",
+    Purpose.TRAINED: "the first forward of a step",
+    Purpose.WHOLE: "full_parameters",
+    Purpose.OUTCOME: "the outcome of a save, a load or the like",
+}
+_VERBS = {
+    Kind.REDUCE: "the reduction",
+    Kind.GATHER: "the gathering",
+    Kind.ACCESS: "the reading outside of a step",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
     """One collective as one rank sees it.
 
-    unit    the unit's index, -1 where there is none
+    unit    the unit's index, or the purpose of a row of numbers; -1 where there is none
     numel   elements of the unit, or of the row of numbers
     offset  where the rank's contribution lies in its own shared memory; may differ between ranks
     row     fp64 numbers that travel with it
@@ -71,13 +97,14 @@ class Notice:
 
     def describe(self, unit_names: Sequence[str]) -> str:
         if self.kind is Kind.NUMBERS:
-            return f"the end of a step ({self.numel} numbers)"
+            return f"{_ROWS[Purpose(self.unit)]} ({self.numel} numbers)"
         if self.kind is Kind.FENCE:
-            return "the end of a round"
+            return "the end of a round or an update"
+        if self.kind is Kind.BROADCAST:
+            return f"a broadcast of {self.numel:,} elements"
         known = 0 <= self.unit < len(unit_names)
         name = (unit_names[self.unit] or "the root unit") if known else f"unit {self.unit}"
-        verb = "the reduction" if self.kind is Kind.REDUCE else "the gathering"
-        return f"{verb} of {name} ({self.numel:,} elements)"
+        return f"{_VERBS[self.kind]} of {name} ({self.numel:,} elements)"
 
 
 class Agreement:
@@ -123,7 +150,8 @@ class LocalLink:
         self._timeout_s = timeout_s
         self._outgoing = bytearray()
         self._incoming = bytearray()
-        connection.settimeout(timeout_s)
+        connection.setblocking(False)
+        self._poll = select.poll()
 
     def tell(self, notice: Notice, *, at_once: bool) -> None:
         """Announce a collective. What nobody waits for may travel with the next one that somebody does."""
@@ -158,12 +186,37 @@ class LocalLink:
         self.memory.close()
 
     def _flush(self) -> None:
-        if self._outgoing:
+        """Send what is waiting; where the socket is full, take in what comes: the peer may be sending too."""
+        while self._outgoing:
             try:
-                self._connection.sendall(self._outgoing)
+                sent = self._connection.send(self._outgoing)
+            except BlockingIOError:
+                self._wait(select.POLLIN | select.POLLOUT)
+                self._pump()
+                continue
             except OSError as error:
-                raise self._lost(error) from error
-            self._outgoing.clear()
+                raise self._lost() from error
+            del self._outgoing[:sent]
+
+    def _wait(self, events: int) -> None:
+        self._poll.register(self._connection, events)
+        if not self._poll.poll(self._timeout_s * 1e3):
+            raise PeerLostError(
+                f"rank {self._agreement.rank} waited {self._timeout_s:g} s for rank {self.peer}, which said "
+                "nothing: it hangs, or is slower than collective_timeout_s allows"
+            )
+
+    def _pump(self) -> None:
+        """Take in what has come, if anything has."""
+        try:
+            received = self._connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise self._lost() from error
+        if not received:
+            raise self._lost()
+        self._incoming += received
 
     def _receive(self) -> Notice:
         kind, unit, numel, offset, count = _HEADER.unpack(self._take(_HEADER.size))
@@ -172,23 +225,13 @@ class LocalLink:
 
     def _take(self, size: int) -> bytes:
         while len(self._incoming) < size:
-            try:
-                received = self._connection.recv(1 << 16)
-            except OSError as error:
-                raise self._lost(error) from error
-            if not received:
-                raise self._lost(None)
-            self._incoming += received
+            self._wait(select.POLLIN)
+            self._pump()
         taken = bytes(self._incoming[:size])
         del self._incoming[:size]
         return taken
 
-    def _lost(self, error: OSError | None) -> PeerLostError:
-        if isinstance(error, TimeoutError):
-            return PeerLostError(
-                f"rank {self._agreement.rank} waited {self._timeout_s:g} s for rank {self.peer}, which said "
-                "nothing: it hangs, or is slower than collective_timeout_s allows"
-            )
+    def _lost(self) -> PeerLostError:
         return PeerLostError(
             f"rank {self.peer} has left the group of rank {self._agreement.rank}: its process ended, its "
             "engine was closed, or the group was aborted"
@@ -198,10 +241,11 @@ class LocalLink:
 class RemoteNotices:
     """Notices between this rank and one on another host, over the process group."""
 
-    def __init__(self, agreement: Agreement, group: dist.ProcessGroup) -> None:
+    def __init__(self, agreement: Agreement, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         self.peer = agreement.peer
         self._agreement = agreement
         self._group = group
+        self._timeout_s = timeout_s
         self._sent: dist.Work | None = None
         self._out = torch.zeros(4, dtype=torch.int64)
         self._in = torch.zeros(4, dtype=torch.int64)
@@ -218,10 +262,22 @@ class RemoteNotices:
         received = dist.irecv(self._in, group=self._group, group_src=self.peer, tag=_NOTICE_TAG)
         assert received is not None
         assert self._sent is not None
-        received.wait()
-        self._sent.wait()
+        wait_for([received, self._sent], timeout_s=self._timeout_s)
         kind, unit, numel, _ = self._in.tolist()
         self._agreement.compare(Notice(Kind(kind), unit, numel))
+
+
+def wait_for(works: Sequence["dist.Work | None"], *, timeout_s: float) -> None:
+    """Wait for messages between hosts. Raises PeerLostError after `timeout_s`, or if a connection broke."""
+    for work in works:
+        assert work is not None, "this rank belongs to its own group"
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"a message from or to another host was not done within {timeout_s:g} s, or its connection "
+                f"broke: a rank hangs, ended, or the group was aborted ({error})"
+            ) from error
 
 
 def host_identity() -> str:

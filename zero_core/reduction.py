@@ -93,7 +93,8 @@ class Reducer:
         self._reproducible = reproducible
         self._under_way: deque[tuple[Exchange, torch.Tensor | None]] = deque()
         """Reductions that go on while backward fills further units, and the buffers they are read from."""
-        self._depth = 0 if not overlap else _DEPTH if keep_full and collectives.concurrent else 1
+        alone = collectives.world_size == 1
+        self._depth = 0 if alone or not overlap else _DEPTH if keep_full and collectives.concurrent else 1
         self._cooling: torch.Tensor | None = None
         """The buffer of the one before: other ranks may still read it."""
         self._accumulates = leaves > collectives.world_size

@@ -141,13 +141,17 @@ def bind_units(
 
 
 def boundaries(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost children of module lists and sequences: the modules that are units of their own."""
+    """The outermost children of module lists and sequences: the modules that are units of their own.
+
+    A module without a forward (a parameter list, say) is none: nothing tells when its parameters are used.
+    """
     found: dict[str, nn.Module] = {}
 
     def walk(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             inner = f"{path}.{name}" if path else name
-            if isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList):
+            runs = type(child).forward is not nn.Module.forward
+            if isinstance(module, nn.ModuleList | nn.Sequential) and runs:
                 found[inner] = child
             else:
                 walk(child, inner)

@@ -76,6 +76,16 @@ def test_the_way_of_exchange_changes_no_bit(stage: int) -> None:
             assert counted == {"near": 0, "far": 0}
 
 
+def alone(rank: int, world: int) -> int:
+    return len(
+        [trained({"stage": stage, **more}, 2) for stage in (0, 1, 2, 3) for more in ({}, {"overlap": False})]
+    )
+
+
+def test_one_rank_holds_what_the_budget_says() -> None:
+    assert run_ranks(1, alone) == [8]
+
+
 def kept(rank: int, world: int, budget_bytes: int) -> tuple[int, float]:
     from zero_core.budget import wire_elements
 
