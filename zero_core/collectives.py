@@ -1,6 +1,6 @@
 """Every byte between ranks goes through here, and is counted by what it was for and how it travelled.
 
-Owns the process group, the links to the other ranks, the constant-size staging buffer and the ledger. Knows
+Owns the process group, the links to the other ranks and the constant-size staging buffer. Knows
 chunks and ranges of flat tensors, nothing of parameters, optimizers or stages.
 
 On CPU a reduction is an exchange of low-precision contributions, pair by pair, that the owner sums in fp32
@@ -9,10 +9,7 @@ host read each other's memory; other pairs send point to point. Which pair is wh
 (NCCL) the native reduce-scatter is used, or the same exchange when asked, and the native all-gather.
 """
 
-import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +18,7 @@ import torch.distributed as dist
 
 from zero_core.arena import Arena
 from zero_core.errors import ConfigError
+from zero_core.ledger import Ledger
 from zero_core.links import (
     Agreement,
     Kind,
@@ -50,44 +48,11 @@ _FIRST_STEPS = 3
 
 
 @dataclass(slots=True)
-class Ledger:
-    """Bytes sent and seconds spent since the last `take`.
-
-    sent       bytes by kind: reduce, gather, gather_backward, control
-    transport  the same bytes by the way they went: shared (read by a rank on this host), network
-    seconds    by phase
-    """
-
-    sent: Counter[str] = field(default_factory=Counter)
-    transport: Counter[str] = field(default_factory=Counter)
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    def count(self, kind: str, transport: str, size: int) -> None:
-        self.sent[kind] += size
-        self.transport[transport] += size
-
-    def take(self) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
-        """Hand over the figures and start again from zero."""
-        taken = dict(self.sent), dict(self.transport), dict(self.seconds)
-        self.sent.clear()
-        self.transport.clear()
-        self.seconds.clear()
-        return taken
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - began
-
-
-@dataclass(slots=True)
 class Exchange:
     """One reduction under way: begun, and not yet summed.
 
-    full    [world_size * chunk] or longer, compute dtype: this rank's contribution, untouched until finished
+    full    [world_size * chunk] or longer, compute dtype: this rank's contribution; it must rest until the
+            others have finished with it too, which their next notice tells
     announced  notices told up to and with this one's
     """
 
