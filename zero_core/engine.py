@@ -47,6 +47,7 @@ from zero_core.partition import bytes_of, device_of, partition
 from zero_core.precision import StepGate
 from zero_core.reduction import Reducer
 from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
+from zero_core.saving import SavingHooks
 from zero_core.schedule import rates
 from zero_core.summation import EXPANSION, collect, exact_square_sum, expand
 from zero_core.trees import map_tensors
@@ -211,12 +212,18 @@ class ZeroEngine:
         exclude = {u.full.untyped_storage().data_ptr() for u in self.units if u.full is not None}
         self._saved = SavedTensors(exclude, recomputes=recomputes)
         self._peak = PeakSampler(self.device, baseline)
+        self._hooks = SavingHooks(
+            self._saved,
+            self._gatherer,
+            always=recomputes or self.config.stage == 3,
+            due=lambda: self._peak.due(self.steps_done),
+        )
         self._recomputation = Recomputation(
             self._checkpoints,
             self._saved,
             gather=self._gatherer.gather,
-            pack=self._pack,
-            unpack=self._unpack,
+            pack=self._hooks.pack,
+            unpack=self._hooks.unpack,
             in_unit=lambda tensor: self._gatherer.reference(tensor) is not None,
             sample=lambda: self._peak.sample(self.steps_done),
         )
@@ -253,7 +260,7 @@ class ZeroEngine:
         self._evaluating = not training
         self._gatherer.begin("forward" if training else "evaluation")
         try:
-            with self._timed("forward"), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with self._timed("forward"), self._hooks.watching((args, kwargs)):
                 return self.module(*self._cast(args), **self._cast(kwargs))
         except BaseException:
             self._gatherer.release_all()
@@ -548,24 +555,6 @@ class ZeroEngine:
         self._losses.clear()
         self._reducer.clear()
         self._gatherer.end_step()
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        reference = self._gatherer.reference(tensor)
-        if reference is not None:
-            return reference
-        self._saved.count(tensor)
-        return tensor.detach(), tensor._version
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, tuple):
-            tensor, version = packed
-            if tensor._version != version:
-                raise UsageError(
-                    f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place "
-                    f"(version {tensor._version}, saved at {version})"
-                )
-            return tensor  # type: ignore[no-any-return]
-        return self._gatherer.resolve(packed)
 
     def _cast(self, value: Any) -> Any:
         if self.config.precision == "fp32":

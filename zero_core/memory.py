@@ -93,8 +93,12 @@ class PeakSampler:
         self.baseline = baseline
         self.peak = 0
 
+    def due(self, step: int) -> bool:
+        """Whether memory is looked at in this step."""
+        return step < self._ALWAYS_STEPS or step % self._EVERY_STEPS == 0
+
     def sample(self, step: int) -> None:
-        if step < self._ALWAYS_STEPS or step % self._EVERY_STEPS == 0:
+        if self.due(step):
             if self._device.type == "cuda":
                 self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
             else:
