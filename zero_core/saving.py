@@ -1,7 +1,7 @@
 """What autograd saves during a forward, seen through its hooks.
 
-Owns the hooks: at stage 3 a saved parameter is kept as a reference into its unit, which backward gathers again;
-everywhere the bytes of what is saved are counted. Knows neither steps nor reductions.
+Owns the hooks: at stage 3 a saved parameter is kept as a reference into its unit, which backward gathers
+again; everywhere the bytes of what is saved are counted. Knows neither steps nor reductions.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ _MOST_SHAPES = 64
 class SavingHooks:
     """The hooks around one model's forwards.
 
-    always  whether every forward needs them: at stage 3, and where units are recomputed. Else they only count,
-            and as they cost microseconds a tensor they do so where inputs have new shapes, and where `due` says
+    always  whether every forward needs them: at stage 3, and where units are recomputed. Else they only
+            count, and as they cost microseconds a tensor, they do so where inputs have new shapes or `due` says
     """
 
     def __init__(
