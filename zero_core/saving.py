@@ -22,8 +22,8 @@ _MOST_SHAPES = 64
 class SavingHooks:
     """The hooks around one model's forwards.
 
-    always  whether every forward needs them: at stage 3, and where units are recomputed. Else they only
-            count, and as they cost microseconds a tensor, they do so where inputs have new shapes or `due` says
+    always  whether every forward needs them: at stage 3 and where units are recomputed. Else they only
+            count; they cost microseconds a tensor, so they do where inputs have new shapes or `due` says
     """
 
     def __init__(
