@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed import namespaces
+from tests.distributed.odd_model import batch, build
 from tests.distributed.ranks import run_ranks
 from zero_core import ZeroConfig, ZeroEngine
 
@@ -66,6 +67,33 @@ def test_interfaces_count_what_the_paper_and_the_ledger_say(world_size: int, sta
             ledger, payload = sum(answer[stage]["ledger"].values()), answer[stage]["wire"].payload
             # Beyond the ledger: what gloo puts before a message, and the two barriers.
             assert ledger < payload < 1.01 * ledger, f"stage {stage}, rank {rank}: {payload} for {ledger}"
+
+
+def _two_and_two(rank: int, world_size: int, stage: int) -> tuple[list[float], dict[str, int]]:
+    config = ZeroConfig(stage=stage, micro_batches=6, tile=64, staging_bytes=4096, clip_norm=0.5)  # type: ignore[arg-type]
+    engine, found = ZeroEngine(build(), config), []
+    for step in range(3):
+        for index in engine.micro_batches:
+            engine.backward(engine(*batch(step, index)))
+        report = engine.step()
+        found += [report.loss, report.grad_norm]
+    engine.detach()
+    return found, report.bytes_by_transport
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("_namespaces_allowed")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_who_sits_where_changes_no_bit(stage: int) -> None:
+    """Two hosts of two ranks: within a host by memory, between them by network, idle ranks included."""
+    together = run_ranks(4, _two_and_two, stage)
+    with namespaces.separate_hosts(2) as (first, second):
+        apart = run_ranks(4, _two_and_two, stage, hosts=[first, second, first, second])
+    for (want, near), (got, mixed) in zip(together, apart, strict=True):
+        assert got == want
+        assert near.get("network", 0) == 0
+        assert mixed["shared"] > 0
+        assert mixed["network"] > 0
 
 
 @pytest.mark.usefixtures("_namespaces_allowed")
