@@ -11,12 +11,13 @@ host read each other's memory; other pairs send point to point. Which pair is wh
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zero_core.arena import Arena
+from zero_core.config import DivergenceCheck, Transport
 from zero_core.errors import ConfigError
 from zero_core.ledger import Ledger
 from zero_core.links import (
@@ -40,8 +41,6 @@ _Object = TypeVar("_Object")
 
 Pending = list["dist.Work | None"]
 """A gathering under way, to be given to `finish_gather`."""
-
-DivergenceCheck = Literal["always", "first", "off"]
 
 _FIRST_STEPS = 3
 """How many steps `divergence_check="first"` compares."""
@@ -81,7 +80,7 @@ class Collectives:
         device: torch.device,
         *,
         staging_bytes: int,
-        transport: Literal["auto", "network"] = "auto",
+        transport: Transport = "auto",
         ordered: bool = False,
         divergence_check: DivergenceCheck = "always",
         timeout_s: float = 600.0,

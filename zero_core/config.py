@@ -10,6 +10,8 @@ Stage = Literal[0, 1, 2, 3]
 Precision = Literal["fp32", "bf16", "fp16"]
 ScheduleKind = Literal["constant", "linear", "cosine"]
 Checkpointing = Literal["none", "unit"]
+Transport = Literal["auto", "network"]
+DivergenceCheck = Literal["always", "first", "off"]
 
 ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one element of the compute dtype."""
@@ -284,12 +286,12 @@ class ZeroConfig:
     clip_norm: float | None = None
     tile: int = 256
     staging_bytes: int = 8 << 20
-    transport: Literal["auto", "network"] = "auto"
+    transport: Transport = "auto"
     reduction: Literal["native", "ordered"] = "native"
     overlap: bool = True
     prefetch_units: int = 1
     keep_gathered_bytes: int = 0
-    divergence_check: Literal["always", "first", "off"] = "always"
+    divergence_check: DivergenceCheck = "always"
     collective_timeout_s: float = 600.0
     broadcast_initial: bool = True
     reproducible: bool = False

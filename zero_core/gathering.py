@@ -137,11 +137,14 @@ class Gatherer:
             if flat.numel():
                 self._by_address[flat.untyped_storage().data_ptr()] = unit
             following = self._orders[self._pass].needed(unit)
-            wanted = following is not None and following.full is None and following.index not in self._coming
-            if self._prefetch and following is not None and wanted:
-                self._coming[following.index] = self._start(following)
+            if self._prefetch and following is not None:
+                self._gather_ahead(following)
         assert unit.full is not None
         return unit.full
+
+    def _gather_ahead(self, unit: FlatUnit) -> None:
+        if unit.full is None and unit.index not in self._coming:
+            self._coming[unit.index] = self._start(unit)
 
     def _start(self, unit: FlatUnit) -> tuple[torch.Tensor, Pending]:
         kind = "gather_backward" if self.in_backward else "gather"

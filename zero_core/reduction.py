@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from zero_core import budget
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Exchange
 from zero_core.errors import ModelError
@@ -192,7 +193,7 @@ class Reducer:
         if self._reproducible:
             gradient.total = PairwiseTree(unit.owned, leaves=self._leaves, device=device)
             return
-        rounds = -(-self._leaves // self._collectives.world_size)
+        rounds = budget.rounds(self._leaves, self._collectives.world_size)
         if gradient.kept is not None and not self._accumulates:
             kept = gradient.kept[unit.start : unit.stop]
             gradient.total = RankOrderSum(kept, counted_elsewhere=True, rounds=rounds)

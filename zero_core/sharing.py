@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_core.budget import aligned
+
 _EXTENT_BYTES = 256 << 20
 """The file grows by at least so much; untouched pages take no memory."""
-
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SharedArena:
         """[numel] of `dtype`, zeros, in a storage of its own."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        size = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        size = aligned(numel * dtype.itemsize)
         if not self._extents or self._used + size > self._extents[-1].bytes:
             self._grow(size)
         start, self._used = self._used, self._used + size
