@@ -19,6 +19,7 @@ _HOME = {
     "LossScale": "zero_core.config",
     "MemoryReport": "zero_core.memory",
     "ZeroError": "zero_core.errors",
+    "widened_products": "zero_core.widening",
     "full_state_dict": "zero_core.state_dict",
     "load_full_state_dict": "zero_core.state_dict",
     "sharded_state_dict": "zero_core.state_dict",

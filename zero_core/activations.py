@@ -29,6 +29,7 @@ from zero_core.config import ZeroConfig
 from zero_core.errors import ConfigError, ModelError, UsageError
 from zero_core.memory import SavedTensors
 from zero_core.units import FlatUnit, boundaries
+from zero_core.widening import unseen
 
 _Place = tuple[nn.Module, str]
 """A buffer: the module that owns it, and its name there."""
@@ -281,6 +282,7 @@ class Recomputation:
 
         return run
 
+    @unseen
     def _keep(self, kept: list[Checkpoint], tensor: torch.Tensor) -> Any:
         parameter = self._saved.excludes(tensor) or self._in_unit(tensor)
         copied = None if parameter else self._store.keep(tensor)
@@ -291,6 +293,7 @@ class Recomputation:
             self._saved.count(copied.copy)
         return copied
 
+    @unseen
     def _restore(self, packed: Any) -> torch.Tensor:
         return self._store.restore(packed) if isinstance(packed, Checkpoint) else self._unpack(packed)
 

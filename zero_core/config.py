@@ -12,6 +12,7 @@ ScheduleKind = Literal["constant", "linear", "cosine"]
 Checkpointing = Literal["none", "unit"]
 Transport = Literal["auto", "network"]
 DivergenceCheck = Literal["always", "first", "off"]
+Products = Literal["auto", "native", "widened"]
 
 ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one element of the compute dtype."""
@@ -246,6 +247,9 @@ class ZeroConfig:
 
     stage           0: nothing partitioned; 1: optimizer states; 2: and gradients; 3: and parameters
     precision       dtype of forward and backward; bf16 and fp16 keep fp32 master parameters and moments
+    low_precision_products  matrix products, attention and convolutions in bf16 and fp16 on a CPU: "auto"
+                    widens them to fp32 and rounds once where torch has no vector kernels for the dtype,
+                    "widened" always, which a GPU refuses, "native" never; not used in fp32
     micro_batches   M, the micro-batches of one step over all ranks; None: one for each rank
     optimizer       which one, and its settings for the parameters that no group matches
     groups          parameters with settings of their own; the first match counts
@@ -278,6 +282,7 @@ class ZeroConfig:
 
     stage: Stage = 2
     precision: Precision = "fp32"
+    low_precision_products: Products = "auto"
     micro_batches: int | None = None
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     groups: tuple[ParameterGroup, ...] = ()
@@ -304,6 +309,11 @@ class ZeroConfig:
             raise ConfigError(f"stage {self.stage!r} must be 0, 1, 2 or 3")
         if self.precision not in ITEM_BYTES:
             raise ConfigError(f"precision {self.precision!r} must be one of {sorted(ITEM_BYTES)}")
+        if self.low_precision_products not in ("auto", "native", "widened"):
+            raise ConfigError(
+                f"low_precision_products {self.low_precision_products!r} must be 'auto', 'native' or "
+                "'widened'"
+            )
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ConfigError(f"micro_batches {self.micro_batches} must be at least 1")
         if self.clip_norm is not None and not self.clip_norm > 0:

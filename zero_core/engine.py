@@ -52,6 +52,7 @@ from zero_core.schedule import rates
 from zero_core.summation import EXPANSION, collect, exact_square_sum, expand
 from zero_core.trees import map_tensors
 from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
+from zero_core.widening import widened_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,9 @@ class ZeroEngine:
         self.config = config
         self.device = torch.device(device) if device is not None else device_of(model)
         baseline = occupied_bytes(self.device) - bytes_of(model, self.device)
+        self._products = widened_products(
+            held_dtype("compute", config.precision), self.device, setting=config.low_precision_products
+        )
         self._checkpoints = store_for(model, config, self.device)
         self.collectives = Collectives(
             group,
@@ -260,7 +264,7 @@ class ZeroEngine:
         self._evaluating = not training
         self._gatherer.begin("forward" if training else "evaluation")
         try:
-            with self._timed("forward"), self._hooks.watching((args, kwargs)):
+            with self._timed("forward"), self._hooks.watching((args, kwargs)), self._products:
                 return self.module(*self._cast(args), **self._cast(kwargs))
         except BaseException:
             self._gatherer.release_all()
@@ -287,7 +291,8 @@ class ZeroEngine:
         self._gatherer.begin("backward")
         try:
             with self._timed("backward"):
-                self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+                with self._products:
+                    self._scaled(loss).backward()  # type: ignore[no-untyped-call]
                 self._reducer.end_micro_batch()
         finally:
             self._gatherer.release_all()

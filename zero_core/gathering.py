@@ -21,6 +21,7 @@ from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Pending
 from zero_core.trees import tensors_in
 from zero_core.units import FlatUnit, UnitState
+from zero_core.widening import unseen
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,7 @@ class Gatherer:
         )
 
     def _before(self, members: list[FlatUnit]) -> Callable[[nn.Module, Any], None]:
+        @unseen
         def hook(_module: nn.Module, _inputs: Any) -> None:
             for unit in members:
                 if unit.state is not UnitState.WHOLE:
@@ -223,10 +225,12 @@ class Gatherer:
         return hook
 
     def _after(self, members: list[FlatUnit]) -> Callable[[nn.Module, Any, Any], None]:
+        @unseen
         def before_backward(_gradient: torch.Tensor) -> None:
             for unit in members:
                 self.gather(unit)
 
+        @unseen
         def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
             if torch.is_grad_enabled() and not self.in_backward:
                 # Backward may recompute this module without calling its hooks, and needs its parameters then.

@@ -27,6 +27,7 @@ from zero_core.collectives import Collectives, Exchange
 from zero_core.errors import ModelError
 from zero_core.summation import GradientSum, PairwiseTree, RankOrderSum, Squares, square_sum
 from zero_core.units import FlatUnit
+from zero_core.widening import unseen
 
 _DEPTH = 3
 """Reductions that may be under way where whole gradients are kept: ranks wait less for one another."""
@@ -214,6 +215,7 @@ class Reducer:
     def _collector(self, gradient: UnitGradient, position: int) -> Callable[[torch.Tensor], None]:
         slot = gradient.unit.unit.slots[position]
 
+        @unseen
         def collect(parameter: torch.Tensor) -> None:
             grad = parameter.grad
             assert grad is not None

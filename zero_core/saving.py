@@ -14,6 +14,7 @@ from zero_core.errors import UsageError
 from zero_core.gathering import Gatherer
 from zero_core.memory import SavedTensors
 from zero_core.trees import tensors_in
+from zero_core.widening import unseen
 
 _MOST_SHAPES = 64
 """Shapes of inputs that are remembered as counted."""
@@ -45,6 +46,7 @@ class SavingHooks:
                 self._counted.add(shapes)
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
+    @unseen
     def pack(self, tensor: torch.Tensor) -> Any:
         """What is kept of a saved tensor."""
         reference = self._gatherer.reference(tensor)
@@ -53,6 +55,7 @@ class SavingHooks:
         self._saved.count(tensor)
         return tensor.detach(), tensor._version
 
+    @unseen
     def unpack(self, packed: Any) -> torch.Tensor:
         """The saved tensor's values. Raises UsageError if they were written over."""
         if isinstance(packed, tuple):
