@@ -20,8 +20,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import deepspeed_peer
-from benchmarks.results import BASE, FLOOR
-from zero_core import AdamWConfig, ZeroConfig, ZeroEngine
+from benchmarks.results import BASE, FLOOR, NATIVE
+from zero_core import AdamWConfig, ZeroConfig, ZeroEngine, widened_products
+from zero_core.config import Products
 
 LR, BETAS, EPS, DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
 
@@ -158,12 +159,15 @@ def _deepspeed(stage: int, precision: str) -> Callable[[nn.Module], Trainee]:
     return build
 
 
-def _ours(stage: int, precision: str) -> Callable[[nn.Module], Trainee]:
-    """The engine of this repository, at its defaults."""
+def _ours(stage: int, precision: str, products: Products = "auto") -> Callable[[nn.Module], Trainee]:
+    """The engine of this repository, at its defaults but for `products`."""
 
     def build(model: nn.Module) -> Trainee:
         adamw = AdamWConfig(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-        engine = ZeroEngine(model, ZeroConfig(stage=stage, precision=precision, optimizer=adamw))
+        config = ZeroConfig(
+            stage=stage, precision=precision, low_precision_products=products, optimizer=adamw
+        )
+        engine = ZeroEngine(model, config)
 
         def step(inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
             loss = engine(inputs, targets)
@@ -180,8 +184,9 @@ def _floor(precision: str) -> Callable[[nn.Module], Trainee]:
     """What cannot be undercut: forward and backward without communication, AdamW on 1/N of the state.
 
     Rank r updates elements [rΨ/N, (r+1)Ψ/N) of the parameters laid end to end. In bf16 their masters are
-    fp32, gradients are widened and parameters are the masters rounded, as in every bf16 contestant. Losses
-    drift from the others', since the rest of the parameters stays as it was.
+    fp32, gradients are widened and parameters are the masters rounded, as in every bf16 contestant; products
+    are computed as our own stages compute them. Losses drift from the others', since the rest of the
+    parameters stays as it was.
     """
 
     def build(model: nn.Module) -> Trainee:
@@ -200,8 +205,12 @@ def _floor(precision: str) -> Callable[[nn.Module], Trainee]:
             ]
         )
 
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        products = widened_products(dtype, torch.device("cpu"))
+
         def step(inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
-            outcome = _forward_backward(model, inputs, targets)
+            with products:
+                outcome = _forward_backward(model, inputs, targets)
             with outcome.timed("optimizer"), torch.no_grad():
                 for master, (parameter, start, stop) in zip(masters, owned, strict=True):
                     master.grad = parameter.grad.view(-1)[start:stop].float()
@@ -242,4 +251,5 @@ def build(name: str, precision: str, model: nn.Module) -> Trainee:
     }
     builders |= {f"deepspeed {stage}": _deepspeed(stage, precision) for stage in (1, 2, 3)}
     builders |= {f"stage {stage}": _ours(stage, precision) for stage in (0, 1, 2, 3)}
+    builders[NATIVE] = _ours(2, precision, "native")
     return builders[name](model)

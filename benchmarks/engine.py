@@ -98,7 +98,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    all_names = names("fp32")
+    all_names = list(dict.fromkeys(name for precision in PRECISIONS for name in names(precision)))
     parser.add_argument("--plan", choices=sorted(plans()), default="full")
     parser.add_argument("--quick", action="store_true", help="the same as --plan quick")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
@@ -110,7 +110,7 @@ def _options() -> argparse.Namespace:
         help="instead of the plan's; sizes 1M, 10M, 50M and 124M",
     )
     parser.add_argument(
-        "--contestants", nargs="+", choices=all_names, default=all_names, metavar="NAME", help=str(names)
+        "--contestants", nargs="+", choices=all_names, default=all_names, metavar="NAME", help=str(all_names)
     )
     parser.add_argument("--no-wire", action="store_true", help="leave out the wire runs")
     parser.add_argument("--out", type=Path, default=None, help="the table's file")

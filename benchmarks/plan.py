@@ -65,7 +65,7 @@ class Run:
 
 
 def bf16_flags() -> set[str]:
-    """The CPU's own bf16 instructions; empty where bf16 is emulated, which is about ten times slower."""
+    """The CPU's own bf16 instructions; without any, torch's bf16 products are about ten times slower."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return _BF16_FLAGS & set(flags.split())
@@ -74,8 +74,8 @@ def bf16_flags() -> set[str]:
 def plans() -> dict[str, tuple[list[Run], list[tuple[str, str, int]]]]:
     """By name: the runs, and the wire runs as (precision, size, ranks).
 
-    bf16 is kept small where it is emulated. "short" fits 25 minutes on 2 quiet cores, "quick" is a smoke
-    run.
+    bf16 is kept small where the CPU has no instructions for it, on account of the peers. "short" fits 25
+    minutes on 2 quiet cores, "quick" is a smoke run.
     """
     wire = [("fp32", "10M", 2), ("fp32", "10M", 4), ("bf16", "10M", 2)]
     grid = ["10M:2:5:20", "50M:2:3:8", "124M:2:3:5", "10M:4:3:10", "50M:4:2:5", "124M:4:1:3"]

@@ -23,6 +23,12 @@ changes. A step's time is the mean over ranks, then the median over steps, then 
 within a round. bf16 contestants keep fp32 masters; "ddp" is then DDP on bf16 parameters with the masters kept
 by hand. "floor": the same forward and backward without communication, AdamW on 1/N of the state.
 
+In bf16 our stages and the floor compute products as the engine does by default: on a CPU without instructions
+for bf16 widened to fp32, and rounded once. Peers run as their documentation shows, with torch's own products,
+which are about ten times slower there, so most of what parts them from us in bf16 is this, not the exchange.
+"stage 2 native" is stage 2 with torch's own products: beside DDP and the other peers it shows the exchange
+alone.
+
 Memory is the proportional set size beyond that before the model was built, worst rank, allocators at their
 defaults, sampled every 2 ms by a thread in steps after the timed ones, for every contestant alike. Bytes are
 those of a rank and step; psi is the number of parameters. "others": cores busy with anything else."""
@@ -93,7 +99,7 @@ def machine() -> list[str]:
     vectors = [flag for flag in ("avx2", "avx512f") if flag in flags]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     bf16 = sorted(bf16_flags())
-    own = ", ".join(bf16) if bf16 else "none, so bf16 is emulated and about ten times slower than fp32"
+    own = ", ".join(bf16) if bf16 else "none: torch's own bf16 products are about ten times slower than fp32's"
     peers = deepspeed_peer.version()
     return [
         f"{os.cpu_count()} cores of {model} ({platform.machine()}; {', '.join(vectors)}; bf16 instructions: "
@@ -145,7 +151,8 @@ def _row(result: RunResult, name: str, rounds: list[CellResult]) -> Iterator[str
     if last.model_states is None:
         yield "-"
     else:
-        formula = states_formula(int(name[-1]), run.precision, run.world_size, psi) / run.world_size / _MB
+        stage = int(name.split()[1])
+        formula = states_formula(stage, run.precision, run.world_size, psi) / run.world_size / _MB
         yield f"{last.model_states[0] / run.world_size / _MB:.2f} ({formula:.2f})"
     yield f"{max(r.foreign_cores for r in rounds):.2f}"
     yield f"{last.losses[-1]:.5f}"

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 BASE, FLOOR = "ddp", "floor"
 """What ratios refer to, and what no engine can undercut."""
 
+NATIVE = "stage 2 native"
+"""bf16 only: the engine with torch's own products, as its peers have them; the rest is the exchange."""
+
 _NAMES = (
     BASE,
     "ddp + zero-redundancy",
@@ -12,13 +15,15 @@ _NAMES = (
     "fsdp2 reshard",
     *(f"deepspeed {stage}" for stage in (1, 2, 3)),
     *(f"stage {stage}" for stage in (0, 1, 2, 3)),
+    NATIVE,
     FLOOR,
 )
+_ONLY = {"ddp + zero-redundancy": "fp32", NATIVE: "bf16"}
 
 
 def names(precision: str) -> list[str]:
     """All contestants of a precision, in the order of the tables."""
-    return [name for name in _NAMES if precision == "fp32" or name != "ddp + zero-redundancy"]
+    return [name for name in _NAMES if _ONLY.get(name, precision) == precision]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ def engine_config(spec: JobSpec) -> ZeroConfig:
     return ZeroConfig(
         stage=spec.zero.stage,
         precision=spec.precision.value,
+        low_precision_products=spec.zero.low_precision_products,
         micro_batches=spec.micro_batches,
         optimizer=spec.optimizer.engine_settings(),
         groups=spec.optimizer.engine_groups(),

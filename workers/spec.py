@@ -284,6 +284,12 @@ class Zero(_Section):
     staging_bytes: PositiveInt = Field(
         8 << 20, description="Size of the constant communication buffer, in bytes."
     )
+    low_precision_products: Literal["auto", "native", "widened"] = Field(
+        "auto",
+        description="How CPUs multiply matrices in bf16 and fp16. auto: where torch has no vector kernels "
+        "for the dtype, operands are widened to fp32 and the result is rounded once; native: as torch does; "
+        "widened: always widened, which is refused on GPUs.",
+    )
     reproducible: bool = Field(
         False,
         description="Whether the same bits come out for every number of workers; costs log2 of the number of "
