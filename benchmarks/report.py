@@ -99,7 +99,9 @@ def machine() -> list[str]:
     vectors = [flag for flag in ("avx2", "avx512f") if flag in flags]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     bf16 = sorted(bf16_flags())
-    own = ", ".join(bf16) if bf16 else "none: torch's own bf16 products are about ten times slower than fp32's"
+    own = (
+        ", ".join(bf16) if bf16 else "none: torch's own bf16 products are about ten times slower than fp32's"
+    )
     peers = deepspeed_peer.version()
     return [
         f"{os.cpu_count()} cores of {model} ({platform.machine()}; {', '.join(vectors)}; bf16 instructions: "
