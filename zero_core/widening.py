@@ -116,18 +116,16 @@ class WidenedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _fit(dtype: torch.dtype, *operands: torch.Tensor | None) -> bool:
     """Whether the operands are plain CPU tensors of one dtype, of which there is something to multiply."""
-    plain = torch._C._disabled_torch_dispatch_impl
-    return all(
-        operand is None
-        or (
+    for operand in operands:
+        if operand is not None and not (
             operand.dtype == dtype
-            and operand.device.type == "cpu"
+            and operand.is_cpu
             and operand.layout == torch.strided
             and operand.numel() > 0
-            and type(operand).__torch_dispatch__ is plain
-        )
-        for operand in operands
-    )
+            and type(operand).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        ):
+            return False
+    return True
 
 
 # Each of the following computes one of torch's operations, whose arguments come after the dtype. Where the
@@ -151,10 +149,9 @@ def _addmm(
 ) -> torch.Tensor | None:
     if not _fit(dtype, added, a, b) or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         return None
-    shape = (a.shape[0], b.shape[1])
-    if not _expands(added, shape):
+    if not _expands(added, (a.shape[0], b.shape[1])):
         return None
-    return _matrix_product(a, b, added=added.expand(shape), beta=beta, alpha=alpha)
+    return _matrix_product(a, b, added=added, beta=beta, alpha=alpha)
 
 
 def _bmm(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
@@ -174,10 +171,9 @@ def _baddbmm(
 ) -> torch.Tensor | None:
     if not _fit(dtype, added, a, b) or not _batches(a, b):
         return None
-    shape = (a.shape[0], a.shape[1], b.shape[2])
-    if not _expands(added, shape):
+    if not _expands(added, (a.shape[0], a.shape[1], b.shape[2])):
         return None
-    return _batch_product(a, b, added=added.expand(shape), beta=beta, alpha=alpha)
+    return _batch_product(a, b, added=added, beta=beta, alpha=alpha)
 
 
 def _attention(
@@ -295,13 +291,18 @@ def _matrix_product(
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor:
-    """`beta * added + alpha * a @ b`, rounded once: [m, k] times [k, n], all of one dtype.
+    """`beta * added + alpha * a @ b`, rounded once: [m, k] times [k, n], all of one dtype; `added` broadcasts.
 
-    Goes along the longest of the three sizes in pieces, so that beside them only the matrix of the two
-    shorter sizes is ever whole in fp32. Where that is k, pieces are added up in fp32.
+    What is larger than a piece goes along the longest of the three sizes in pieces, so that beside them only
+    the matrix of the two shorter sizes is ever whole in fp32. Where that is k, pieces are added up in fp32.
     """
     (m, k), n = a.shape, b.shape[1]
+    if m * k + k * n + m * n <= PIECE_ELEMENTS:
+        if added is None:
+            return torch.mm(a.float(), b.float()).to(a.dtype)
+        return torch.addmm(added.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
     out = a.new_empty(m, n)
+    added = None if added is None else added.expand(m, n)
     longest = max(m, k, n)
     size = max(_STEP, PIECE_ELEMENTS // (m + k + n - longest) // _STEP * _STEP)
     pieces = [slice(start, start + size) for start in range(0, longest, size)]
@@ -340,8 +341,13 @@ def _batch_product(
 ) -> torch.Tensor:
     """The same for every matrix of a batch: [batch, m, k] times [batch, k, n], as many at a time as fit."""
     (batch, m, k), n = a.shape, b.shape[2]
-    out = a.new_empty(batch, m, n)
     size = PIECE_ELEMENTS // (m * k + k * n + m * n)
+    if size >= batch:
+        if added is None:
+            return torch.bmm(a.float(), b.float()).to(a.dtype)
+        return torch.baddbmm(added.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
+    out = a.new_empty(batch, m, n)
+    added = None if added is None else added.expand(batch, m, n)
     if size == 0:
         for index in range(batch):
             more = None if added is None else added[index]
@@ -349,12 +355,8 @@ def _batch_product(
         return out
     for start in range(0, batch, size):
         piece = slice(start, start + size)
-        product = torch.bmm(a[piece].float(), b[piece].float())
-        if alpha != 1:
-            product.mul_(alpha)
-        if added is not None and beta != 0:
-            product.add_(added[piece], alpha=beta)
-        out[piece] = product
+        more = None if added is None else added[piece]
+        out[piece] = _batch_product(a[piece], b[piece], added=more, beta=beta, alpha=alpha)
     return out
 
 
