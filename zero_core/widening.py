@@ -291,7 +291,7 @@ def _matrix_product(
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor:
-    """`beta * added + alpha * a @ b`, rounded once: [m, k] times [k, n], all of one dtype; `added` broadcasts.
+    """`beta * added + alpha * a @ b`, rounded once: [m, k] times [k, n], of one dtype; `added` broadcasts.
 
     What is larger than a piece goes along the longest of the three sizes in pieces, so that beside them only
     the matrix of the two shorter sizes is ever whole in fp32. Where that is k, pieces are added up in fp32.
