@@ -28,6 +28,10 @@ class BufferPool:
         ready = self._free.setdefault((numel, dtype), [])
         ready += [self._allocate(numel, dtype) for _ in range(count)]
 
+    def has_free(self, numel: int, dtype: torch.dtype) -> bool:
+        """Whether `lend` of the same would need no new memory."""
+        return numel == 0 or bool(self._free.get((numel, dtype)))
+
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] of `dtype`: a free buffer of just that size, else a new one."""
         if numel == 0:

@@ -10,7 +10,7 @@ host read each other's memory; other pairs send point to point. Which pair is wh
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -51,8 +51,8 @@ class Exchange:
     """One reduction under way: begun, and not yet summed.
 
     full    [world_size * chunk] or longer, compute dtype: this rank's contribution; it must rest until the
-            others have finished with it too, which their next notice tells
-    announced  notices told up to and with this one's
+            others have finished with it too: see `Collectives.read_by_all`
+    announced  the number of this one's notice: how many were told up to and with it
     """
 
     full: torch.Tensor
@@ -104,7 +104,7 @@ class Collectives:
         """Finished steps of this object's life; `divergence_check="first"` looks at it."""
         self._check: DivergenceCheck = "off" if self.on_gpu else divergence_check
         self._timeout_s = timeout_s
-        self._told = 0
+        self._told = self._finished = 0
         self._arena: SharedArena | None = None
         self._block: Arena | None = None
         self._near: dict[int, LocalLink] = {}
@@ -192,14 +192,37 @@ class Collectives:
                 self._post(exchange, 0)
         return exchange
 
+    def catch_up(self) -> None:
+        """Take in what ranks on this host have announced by now; never waits."""
+        with self.ledger.timed("reduce"):
+            for link in self._near.values():
+                link.catch_up(self._told)
+
+    def is_ready(self, exchange: Exchange) -> bool:
+        """Whether `finish_reduce` need not wait, as far as is known; False where data travel."""
+        heard = all(link.heard >= exchange.announced for link in self._near.values())
+        return heard and self.concurrent
+
+    def read_by_all(self, exchange: Exchange) -> bool:
+        """Of a reduction that this rank has finished: whether nobody reads this rank's `full` any more.
+
+        Ranks on this host tell, with every notice, what they have finished. What is sent has left when the
+        sender has finished.
+        """
+        return all(link.finished >= exchange.announced for link in self._near.values())
+
     def finish_reduce(self, exchange: Exchange) -> None:
-        """Wait for the contributions and add this rank's part of each up in `total`, in rank order."""
+        """Wait for the contributions and add this rank's part of each up in `total`, in rank order.
+
+        Reductions are finished in the order in which they were begun.
+        """
         with self.ledger.timed("reduce"):
             if self.native:
                 self._finish_native(exchange)
             else:
                 self._finish_exchange(exchange)
             exchange.total.end_exchange(exchange.active)
+            self._finished = exchange.announced
 
     # -- gatherings -------------------------------------------------------------------------------
 
@@ -340,8 +363,9 @@ class Collectives:
 
     def _tell_near(self, notice: Notice, *, at_once: bool) -> None:
         self._told += 1
+        told = replace(notice, finished=self._finished)
         for link in self._near.values():
-            link.tell(notice, at_once=at_once)
+            link.tell(told, at_once=at_once)
 
     def _hear_near(self) -> None:
         for link in self._near.values():

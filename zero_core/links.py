@@ -1,9 +1,9 @@
 """How two ranks tell each other what they are about to do, and find out that they disagree.
 
-Every collective is announced: each rank tells every other a `Notice`, and compares the ones it hears with its
-own, in order. Ranks that diverge (another branch, another number of calls, another size) get an error that
-names both, before any data are read. The n-th notice heard from a rank also says that it has finished with
-everything it announced before.
+Every collective is announced: each rank tells every other a `Notice`, and compares the ones it hears with
+its own, in order. Ranks that diverge (another branch, another number of calls, another size) get an error
+that names both, before any data are read. A notice also says which reductions its rank is through with:
+what it has not read to the end must stay as it is.
 
 Ranks on one host are linked by a Unix socket, which also hands over the memory they read from each other and
 ends when the other process does. Other pairs exchange notices as small messages over the process group.
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from zero_core.errors import ConfigError, DivergenceError, PeerLostError
 from zero_core.sharing import PeerMemory, SharedArena
 
-_HEADER = struct.Struct("<iiqqi")
+_HEADER = struct.Struct("<iiqqqi")
 _HELLO = struct.Struct("<i16s")
 _NOTICE_TAG = (1 << 30) + 1
 _PATIENCE_BYTES = 1 << 14
@@ -80,6 +80,7 @@ class Notice:
     numel   elements of the unit, or of the row of numbers
     offset  where the rank's contribution lies in its own shared memory; may differ between ranks
     row     fp64 numbers that travel with it
+    finished  number of the notice of the newest reduction that the rank has finished; may differ too
     """
 
     kind: Kind
@@ -87,12 +88,13 @@ class Notice:
     numel: int = 0
     offset: int = 0
     row: tuple[float, ...] = ()
+    finished: int = 0
 
     def agrees(self, other: "Notice") -> bool:
         return (self.kind, self.unit, self.numel) == (other.kind, other.unit, other.numel)
 
     def pack(self) -> bytes:
-        head = _HEADER.pack(self.kind, self.unit, self.numel, self.offset, len(self.row))
+        head = _HEADER.pack(self.kind, self.unit, self.numel, self.offset, self.finished, len(self.row))
         return head + struct.pack(f"<{len(self.row)}d", *self.row)
 
     def describe(self, unit_names: Sequence[str]) -> str:
@@ -144,7 +146,10 @@ class LocalLink:
         """Where the peer's contributions to reductions lie that were heard of, by the notice's number."""
         self.row: tuple[float, ...] = ()
         """The newest row of numbers that was heard."""
-        self._heard = 0
+        self.finished = 0
+        """The newest reduction, by its notice's number, that the peer has said to have finished."""
+        self.heard = 0
+        """How many of the peer's notices have been compared."""
         self._agreement = agreement
         self._connection = connection
         self._timeout_s = timeout_s
@@ -167,14 +172,18 @@ class LocalLink:
         answer in time, or if `abort` was called.
         """
         self._flush()
-        while self._heard < through:
-            notice = self._receive()
-            self._agreement.compare(notice)
-            self._heard += 1
-            if notice.kind is Kind.REDUCE:
-                self.contributions[self._heard] = notice.offset
-            elif notice.kind is Kind.NUMBERS:
-                self.row = notice.row
+        while not self._take_in(through):
+            self._wait(select.POLLIN)
+            self._pump()
+
+    def catch_up(self, through: int) -> None:
+        """Take in what the peer has told by now, but no more than `through` notices in all; never waits.
+
+        Raises what `hear` raises.
+        """
+        if not self._take_in(through):
+            self._pump()
+            self._take_in(through)
 
     def abort(self) -> None:
         """From any thread: whoever waits on this link fails now."""
@@ -218,18 +227,32 @@ class LocalLink:
             raise self._lost()
         self._incoming += received
 
-    def _receive(self) -> Notice:
-        kind, unit, numel, offset, count = _HEADER.unpack(self._take(_HEADER.size))
-        row = struct.unpack(f"<{count}d", self._take(8 * count))
-        return Notice(Kind(kind), unit, numel, offset, row)
+    def _take_in(self, through: int) -> bool:
+        """Compare the notices that have come whole; returns whether `through` have been compared in all."""
+        while self.heard < through:
+            notice = self._unpack()
+            if notice is None:
+                return False
+            self._agreement.compare(notice)
+            self.heard += 1
+            self.finished = notice.finished
+            if notice.kind is Kind.REDUCE:
+                self.contributions[self.heard] = notice.offset
+            elif notice.kind is Kind.NUMBERS:
+                self.row = notice.row
+        return True
 
-    def _take(self, size: int) -> bytes:
-        while len(self._incoming) < size:
-            self._wait(select.POLLIN)
-            self._pump()
-        taken = bytes(self._incoming[:size])
-        del self._incoming[:size]
-        return taken
+    def _unpack(self) -> Notice | None:
+        """The next notice, if it has come whole."""
+        if len(self._incoming) < _HEADER.size:
+            return None
+        kind, unit, numel, offset, finished, count = _HEADER.unpack_from(self._incoming)
+        end = _HEADER.size + 8 * count
+        if len(self._incoming) < end:
+            return None
+        row = struct.unpack_from(f"<{count}d", self._incoming, _HEADER.size)
+        del self._incoming[:end]
+        return Notice(Kind(kind), unit, numel, offset, row, finished)
 
     def _lost(self) -> PeerLostError:
         return PeerLostError(

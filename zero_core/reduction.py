@@ -5,8 +5,20 @@ and the owned sums. A unit is reduced when all its gradients are there and all u
 last unit first, a fixed order, so that ranks whose autograd runs differ slightly still meet in the same
 collectives. Knows nothing of optimizers, nor of how parameters are held.
 
-A reduction goes on while backward fills the next unit (`overlap`); it is finished when that one starts, so a
-buffer rests for the time of one more reduction before it is lent again.
+Reductions go on while backward fills further units (`overlap`). One is finished at the first exchange at
+which all ranks are known to have announced it; a rank waits only where too many are under way, or where it
+needs a buffer and all are in use.
+
+When a buffer may be filled again, and why there is always one. Every notice says which reductions its rank
+is through with, and a buffer rests until all ranks on the host have said so of its reduction. That alone
+makes it safe, at any depth, whether reductions are finished early or late, with data of one's own or
+without. Where whole gradients are lent, at most D reductions are under way when backward goes on
+(`residency.LENT_DEPTH`; less between hosts), so who announces reduction k has finished k - D. A rank that
+finds no buffer finishes its own up to its newest, k. For that it needs no more than that all others
+announce k, and the one furthest behind never has to wait. Then all have said that they are through with k -
+D: at most D buffers rest, and D + 1 are enough. Without overlap the newest one rests until the next notice,
+so there are 2. A fence, and the end of a step, free all: every rank has finished all its reductions before
+it comes there.
 
 One mechanism for all stages: every micro-batch is reduced to the owners. The stages differ in what they
 keep: whole flat gradients (0 and 1), or only the owned part (2 and 3), a whole one being borrowed
@@ -25,12 +37,13 @@ from zero_core import budget
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Exchange
 from zero_core.errors import ModelError
+from zero_core.residency import LENT_DEPTH
 from zero_core.summation import GradientSum, PairwiseTree, RankOrderSum, Squares, square_sum
 from zero_core.units import FlatUnit
 from zero_core.widening import unseen
 
-_DEPTH = 3
-"""Reductions that may be under way where whole gradients are kept: ranks wait less for one another."""
+_KEPT_DEPTH = 8
+"""Reductions that may be under way where whole gradients are kept: there each has a place of its own."""
 
 
 class UnitGradient:
@@ -95,10 +108,9 @@ class Reducer:
         self._reproducible = reproducible
         self._under_way: deque[tuple[Exchange, torch.Tensor | None]] = deque()
         """Reductions that go on while backward fills further units, and the buffers they are read from."""
-        alone = collectives.world_size == 1
-        self._depth = 0 if alone or not overlap else _DEPTH if keep_full and collectives.concurrent else 1
-        self._cooling: torch.Tensor | None = None
-        """The buffer of the one before: other ranks may still read it."""
+        self._cooling: deque[tuple[Exchange, torch.Tensor]] = deque()
+        """Those that this rank has finished, while other ranks may still read its buffers."""
+        self._depth = _depth(collectives, keep_full=keep_full, overlap=overlap)
         self._accumulates = leaves > collectives.world_size
         self._active = active
         self._after_reduce = after_reduce
@@ -152,9 +164,8 @@ class Reducer:
 
     def free_buffers(self) -> None:
         """All ranks have read what they needed: every buffer is free again."""
-        if self._cooling is not None:
-            self._pool.take_back(self._cooling)
-            self._cooling = None
+        while self._cooling:
+            self._pool.take_back(self._cooling.popleft()[1])
 
     def finish(self) -> None:
         """The step's gradient is complete: its fp32 sum, rounded once to the compute dtype at every stage."""
@@ -250,7 +261,7 @@ class Reducer:
         self._after_reduce(gradient.unit)
 
     def _exchange(self, gradient: UnitGradient) -> None:
-        """Start the unit's reduction, and finish the oldest one if too many are under way."""
+        """Start the unit's reduction; finish what needs no waiting, and the oldest if too many are left."""
         self._finish_exchanges(down_to=max(0, self._depth - 1))
         unit, full = gradient.unit, self._filling(gradient)
         exchange = self._collectives.begin_reduce(
@@ -258,27 +269,57 @@ class Reducer:
         )
         self._under_way.append((exchange, gradient.borrowed))
         gradient.borrowed = None
+        self._finish_ready()
         self._finish_exchanges(down_to=self._depth)
+
+    def _finish_ready(self) -> None:
+        self._collectives.catch_up()
+        while self._under_way and self._collectives.is_ready(self._under_way[0][0]):
+            self._finish_oldest()
+        self._reclaim()
 
     def _finish_exchanges(self, *, down_to: int = 0) -> None:
         while len(self._under_way) > down_to:
-            exchange, buffer = self._under_way.popleft()
-            self._collectives.finish_reduce(exchange)
-            # With one under way at a time, whoever had announced this one had finished the one before.
-            self.free_buffers()
-            self._cooling = buffer
-            if self._collectives.world_size == 1:
-                self.free_buffers()
+            self._finish_oldest()
+        self._reclaim()
+
+    def _finish_oldest(self) -> None:
+        exchange, buffer = self._under_way.popleft()
+        self._collectives.finish_reduce(exchange)
+        if buffer is not None:
+            self._cooling.append((exchange, buffer))
+
+    def _reclaim(self) -> None:
+        """Give back the buffers that no rank reads any more, as far as is known."""
+        while self._cooling and self._collectives.read_by_all(self._cooling[0][0]):
+            self._pool.take_back(self._cooling.popleft()[1])
 
     def _filling(self, gradient: UnitGradient) -> torch.Tensor:
         """Where the unit's gradients of this micro-batch go: [padded], arbitrary where not filled."""
         if gradient.kept is not None and not gradient.reduced:
             return gradient.kept
         if gradient.borrowed is None:
-            gradient.borrowed = self._pool.lend(gradient.unit.capacity, gradient.unit.dtype)
+            gradient.borrowed = self._borrow(gradient.unit.capacity, gradient.unit.dtype)
         return gradient.borrowed
+
+    def _borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer that nobody reads; waits for other ranks rather than for new memory."""
+        if not self._pool.has_free(numel, dtype):
+            self._finish_ready()
+        while self._under_way and not self._pool.has_free(numel, dtype):
+            self._finish_exchanges(down_to=len(self._under_way) - 1)
+        return self._pool.lend(numel, dtype)
 
     def _give_back(self, gradient: UnitGradient) -> None:
         if gradient.borrowed is not None:
             self._pool.take_back(gradient.borrowed)
             gradient.borrowed = None
+
+
+def _depth(collectives: Collectives, *, keep_full: bool, overlap: bool) -> int:
+    """How many reductions may be under way when backward goes on."""
+    if collectives.world_size == 1 or not overlap:
+        return 0
+    if not collectives.concurrent:
+        return 1
+    return _KEPT_DEPTH if keep_full else LENT_DEPTH

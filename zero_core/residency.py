@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from zero_core.config import ITEM_BYTES, ZeroConfig
 from zero_core.layout import Layout
 
+LENT_DEPTH = 3
+"""Reductions that may be under way at one time where whole gradients are lent and all ranks share memory."""
+
 _FIXED_ITEM_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 
 
@@ -42,14 +45,19 @@ def kept_gathered(layout: Layout, config: ZeroConfig) -> frozenset[int]:
 
 
 def gradient_buffers(layout: Layout, config: ZeroConfig) -> Buffers:
-    """Buffers for whole gradients from stage 2 on: one that fills, one that is read, one that is summed."""
-    depth = 1 if layout.world_size == 1 else 3 if config.overlap else 2
+    """Buffers for whole gradients from stage 2 on: one that fills, and those that others may still read."""
+    if layout.world_size == 1:
+        count = 1
+    elif config.transport == "network":
+        count = 1 + config.overlap  # what has been sent is free
+    else:
+        count = 1 + (LENT_DEPTH if config.overlap else 1)  # `reduction` says why these are enough
     needed: Buffers = Counter()
     if config.stage < 2:
         return needed
     inner = 0
     for unit, capacity in zip(layout.units, layout.capacities(), strict=True):
-        if unit.trainable and capacity and (unit.root or inner < depth):
+        if unit.trainable and capacity and (unit.root or inner < count):
             inner += not unit.root
             needed[capacity, unit.dtype] += 1
     return needed

@@ -1,6 +1,7 @@
 """Ranks that are built, called or timed differently: a clear error on all of them, or no difference."""
 
 import itertools
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,61 @@ def test_no_buffer_is_written_while_a_slow_rank_reads_it(stage: int) -> None:
     plain = run_ranks(3, slowed, stage, False)[0]
     for got in run_ranks(3, slowed, stage, True):
         assert got == plain
+
+
+class _Dawdle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pause_s: float) -> torch.Tensor:
+        ctx.pause_s = pause_s
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.pause_s)
+        return gradient, None
+
+
+class SlowLayer(nn.Module):
+    """A layer whose backward takes now more, now less time on each rank."""
+
+    def __init__(self, pauses: random.Random | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self._pauses = pauses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # In four of ten layers, so that ranks come to be several reductions apart, in both directions.
+        pause_s = 0.0 if self._pauses is None else max(0.0, self._pauses.uniform(-0.03, 0.02))
+        return torch.tanh(self.linear(_Dawdle.apply(x, pause_s)))
+
+
+def out_of_step(rank: int, world: int, stage: int, micro_batches: int, slow: bool) -> tuple[Any, ...]:
+    """Losses, norms and parameters of three steps, and the bytes of buffers beyond the predicted ones."""
+    torch.manual_seed(0)
+    pauses = random.Random(rank) if slow else None
+    model = nn.Sequential(*(SlowLayer(pauses) for _ in range(10)))
+    engine = ZeroEngine(
+        model, ZeroConfig(stage=stage, tile=64, micro_batches=micro_batches, optimizer=AdamWConfig(lr=1e-2))
+    )
+    steps = []
+    for step in range(3):
+        for index in engine.micro_batches:
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + index))
+            engine.backward(engine(x).square().mean())
+        report = engine.step()
+        steps.append((report.loss, report.grad_norm))
+    extra = engine.memory().communication_buffers - engine.budget.communication_buffers
+    with engine.full_parameters():
+        found = [p.detach().flatten().tolist() for p in model.parameters()]
+    engine.detach()
+    return steps, found, extra
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_take_turns_in_being_late_change_no_bit(stage: int) -> None:
+    """No rank fills a buffer again while a slower one has not read it, nor needs more of them."""
+    for micro_batches in (3, 5):
+        together = run_ranks(3, out_of_step, stage, micro_batches, False, timeout_s=120)
+        apart = run_ranks(3, out_of_step, stage, micro_batches, True, timeout_s=120)
+        assert together == apart
+        assert [extra for *_, extra in apart] == [0, 0, 0]
