@@ -451,7 +451,7 @@ def test_orders_that_change_no_number_leave_the_group_alone(job: Job) -> None:
 
 
 def test_the_newest_wanted_number_counts(job: Job) -> None:
-    job.start(spec_of())
+    job.start(spec_of(recovery={"max_worker_losses": 0}))  # resizes use none of it
     job.wait_step(2)
     job.command("resize", workers=4)
     job.command("resize", workers=3)
