@@ -103,5 +103,5 @@ def test_opening_a_generation_takes_the_older_ones_way_to_commit(tmp_path: Path)
         half_done.rename(root / manifest.folder_name(8, 3))
     assert [info.path for info in manifest.scan(root)] == [committed]
     assert {p.name for p in root.iterdir()} == {committed.name, ".generation-0005"}
-    with pytest.raises(FencedError, match="generation 4 may commit nothing .* generation 5 has begun"):
+    with pytest.raises(FencedError, match=r"generation 4 may commit nothing .* generation 5 has begun"):
         manifest.open_generation(root, 4)
