@@ -48,6 +48,10 @@ class MemoryUse(_Wire):
     unattributed: int = Field(
         0, description="Resident beyond the baseline and all categories; 0 in a prediction."
     )
+    replicas: int = Field(
+        0,
+        description="Copies of this rank's states for others, and those it keeps for ranks of other hosts.",
+    )
     checkpoints: int = Field(
         0, description="Of `activations`: inputs of layers that are computed again; 0 in a prediction."
     )
@@ -95,6 +99,11 @@ class RankReport(_Wire):
     predicted: MemoryUse
     resident_bytes: int = Field(description="Proportional set size of the process (device memory on a GPU).")
     samples: list[int] | None = Field(None, description="Ids of the samples read, where the ledger is on.")
+    rebuilt: bool = Field(
+        False,
+        description="Written by the controller for a rank that was lost before it told the step, which is "
+        "not repeated: what all ranks share, and its samples; times, bytes and memory are 0.",
+    )
 
 
 class Event(_Wire):

@@ -12,9 +12,9 @@ It knows nothing of data, checkpoints' files or where ranks run.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from zero_core.memory import (
     occupied_bytes,
     resident_bytes,
 )
+from zero_core.moving import StateId
 from zero_core.optimizer import FlatOptimizer
 from zero_core.partition import bytes_of, device_of, partition
 from zero_core.precision import StepGate
@@ -49,6 +50,8 @@ from zero_core.reduction import Reducer
 from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
 from zero_core.saving import SavingHooks
 from zero_core.schedule import rates
+from zero_core.snapshot import Snapshot
+from zero_core.standing import LiveState
 from zero_core.summation import EXPANSION, collect, exact_square_sum, expand
 from zero_core.trees import map_tensors
 from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
@@ -85,9 +88,9 @@ class StepReport:
     skipped_steps: int
     loss_scale: float
     ballot: tuple[float, ...]
-    bytes_sent: dict[str, int]
-    bytes_by_transport: dict[str, int]
-    seconds: dict[str, float]
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    bytes_by_transport: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class ZeroEngine:
@@ -99,6 +102,11 @@ class ZeroEngine:
     device  default: where the model's parameters are; the CPU for those on the meta device
     initialise  fills the own parameters and buffers of a module on the meta device, given the module and its
             name; default: the module's `reset_parameters`. Units are filled one at a time.
+    generation  number of this group among those that train the model one after the other
+    blank   lay parameters and states out without values: `reshard.take_over` or `checkpoint.load` fills them.
+            The module may have served a detached engine before, at any stage.
+    baseline_bytes  what the process occupies without a model, for the memory report: an earlier engine's
+            `baseline_bytes`, where its memory is still held. Default: measured now
 
     Parameters that do not require gradients now are frozen for good: gathered at stage 3, never stepped.
     Others may be frozen, and unfrozen again, between steps, on every rank alike: while frozen they keep their
@@ -115,11 +123,17 @@ class ZeroEngine:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         initialise: Initialise | None = None,
+        generation: int = 0,
+        blank: bool = False,
+        baseline_bytes: int | None = None,
     ) -> None:
         self.module = model
         self.config = config
+        self.generation = generation
         self.device = torch.device(device) if device is not None else device_of(model)
-        baseline = occupied_bytes(self.device) - bytes_of(model, self.device)
+        if baseline_bytes is None:
+            baseline_bytes = occupied_bytes(self.device) - bytes_of(model, self.device)
+        self.baseline_bytes = baseline_bytes
         self._products = widened_products(
             held_dtype("compute", config.precision), self.device, setting=config.low_precision_products
         )
@@ -145,13 +159,18 @@ class ZeroEngine:
                 "every rank needs at least one"
             )
         self._lay_out()
-        self._hold(initialise)
-        self._measure(baseline)
+        self._hold(initialise, blank=blank)
+        self._measure(baseline_bytes)
         self._round = self._computed = 0
         self._losses: list[torch.Tensor] = []
         self._trace: list[tuple[FlatUnit, str]] = []
         self._trace_ended = True
         self._evaluating = False
+        self.interrupted_report: StepReport | None = None
+        """Of a step whose update this rank has carried out, where `step` failed after that: it counts if a
+        snapshot of it is taken over."""
+        if not blank:
+            self._live.begin()
         self.collectives.ledger.take()  # what building cost is no step's
 
     def _lay_out(self) -> None:
@@ -173,7 +192,7 @@ class ZeroEngine:
             for (numel, dtype), count in buffers(self.layout, config).items():
                 pool.reserve(numel, held_dtype(dtype, config.precision), count=count)
 
-    def _hold(self, initialise: Initialise | None) -> None:
+    def _hold(self, initialise: Initialise | None, *, blank: bool) -> None:
         """Partition the model, and wire what gathers, reduces and steps it."""
         config = self.config
         self._gatherer = Gatherer(
@@ -186,7 +205,9 @@ class ZeroEngine:
             prefetch=config.prefetch_units > 0,
         )
         self._states_arena = Arena(budget.optimizer_arena_bytes(self.layout, config, self.rank), self.device)
-        states = partition(self.module, self.units, self.collectives, config, initialise, self._states_arena)
+        states = partition(
+            self.module, self.units, self.collectives, config, initialise, self._states_arena, blank=blank
+        )
         self.optimizer = FlatOptimizer(config, states)
         self.gate = StepGate(config)
         self.steps_done = 0
@@ -202,7 +223,18 @@ class ZeroEngine:
             active=self._active,
             after_reduce=self._after_reduce,
         )
-        self.collectives.publish(self._gathered_parts())
+        self._live = LiveState(
+            self.module,
+            self.layout,
+            config,
+            self.collectives,
+            units=self.units,
+            optimizer=self.optimizer,
+            gate=self.gate,
+            generation=self.generation,
+        )
+        self.collectives.publish({**self._gathered_parts(), **self._live.published})
+        self._live.connect()
         if config.stage == 3:
             self._gatherer.install_hooks()
         self._freezing = Freezing(self.units, self.collectives, self._train_only)
@@ -248,6 +280,7 @@ class ZeroEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Floating tensors among the arguments are cast to the compute dtype."""
+        self.require_state()
         training = torch.is_grad_enabled()
         if training and self._computed >= len(self.micro_batches):
             raise UsageError(
@@ -321,7 +354,9 @@ class ZeroEngine:
         if self._access.is_open:
             raise UsageError("step() within full_parameters: leave that context first")
         self._reducer.finish()
+        self._live.before_vote()
         grad_norm, loss, ballots = self._agree(ballot)
+        self._live.after_vote()
         self._reset_round()
         scale = self.gate.scale
         grad_norm /= scale
@@ -331,14 +366,12 @@ class ZeroEngine:
         passes = self.gate.passes(grad_norm=grad_norm, loss=loss, step=self.steps_done)
         if passes:
             gradients = self._held_gradients()
+            self._live.begin_update()
             with self._timed("optimizer"):
                 self.optimizer.step(gradients, rates=by_group, divisor=scale / coefficient)
-            self._share_parameters()
-        self.steps_done += 1
-        self.collectives.steps += 1
-        sent, transport, seconds = self.collectives.ledger.take()
-        return StepReport(
-            step=self.steps_done,
+            self._live.end_update(self.steps_done + 1, whole=self.config.stage == 0)
+        report = StepReport(
+            step=self.steps_done + 1,
             loss=loss,
             grad_norm=grad_norm,
             clip_coefficient=coefficient if passes else 0.0,
@@ -347,10 +380,16 @@ class ZeroEngine:
             skipped_steps=self.gate.skipped,
             loss_scale=scale,
             ballot=ballots,
-            bytes_sent=sent,
-            bytes_by_transport=transport,
-            seconds=seconds,
         )
+        self.interrupted_report = report
+        if passes:
+            self._share_parameters()
+        self.steps_done += 1
+        self._live.end_step(self.steps_done)
+        self.interrupted_report = None
+        self.collectives.steps += 1
+        sent, transport, seconds = self.collectives.ledger.take()
+        return replace(report, bytes_sent=sent, bytes_by_transport=transport, seconds=seconds)
 
     def full_parameters(
         self, *, write: bool = False, names: Sequence[str] | None = None
@@ -365,8 +404,10 @@ class ZeroEngine:
         modified on some ranks only or otherwise than on others, was modified without `write`, or where the
         body failed on another rank.
         """
+        self.require_state()
         boundary = self._computed == 0 and self._trace_ended
-        return self._access.whole(write=write, names=names, at_boundary=boundary)
+        opened = self._access.whole(write=write, names=names, at_boundary=boundary)
+        return self._live.editing(opened, intact=lambda: self._access.intact) if write else opened
 
     def train(self, mode: bool = True) -> "ZeroEngine":
         self.module.train(mode)
@@ -384,6 +425,7 @@ class ZeroEngine:
         self._gatherer.remove_hooks()
         self._reducer.remove_hooks()
         self._recomputation.remove()
+        self._live.end()
         self.collectives.close()
 
     def abort(self) -> None:
@@ -395,7 +437,14 @@ class ZeroEngine:
     @property
     def budget(self) -> budget.Budget:
         """The bytes predicted for this rank, with the activations that were measured."""
-        return budget.predict(self.layout, self.config, self.rank, activation_bytes=self._saved.peak)
+        return budget.predict(
+            self.layout,
+            self.config,
+            self.rank,
+            activation_bytes=self._saved.peak,
+            buffer_bytes=self._live.buffer_bytes,
+            keeps=self._live.keeps,
+        )
 
     def memory(self) -> MemoryReport:
         """The bytes of this rank by category, as allocated, and the process as the system sees it."""
@@ -407,6 +456,7 @@ class ZeroEngine:
         buffers = self.collectives.staging.numel()
         buffers += sum(pool.allocated_bytes for pool in self._pools)
         held = parameters + padding + buffers + self._reducer.held_bytes + self.optimizer.held_bytes
+        held += self._live.replica_bytes
         peak, baseline = max(self._peak.peak, self._peak.baseline), self._peak.baseline
         resident, checkpoints = resident_bytes(self.device), self._checkpoints
         offloaded = self.config.checkpoint_offload
@@ -427,15 +477,67 @@ class ZeroEngine:
             fragmentation=fragmentation_bytes(
                 self.device, resident=resident, baseline=baseline, held=held + block
             ),
+            replicas=self._live.replica_bytes,
         )
 
+    # -- the state as a whole ---------------------------------------------------------------------
+
+    def snapshots(self) -> list[Snapshot]:
+        """What this rank holds that is whole and consistent, for `reshard.take_over`. Nothing is copied.
+
+        To be called at the end of a group's life, after its last step or after any failure, before `detach`.
+        The live state, unless an update was interrupted, and the copies that replicas hold. Their memory is
+        kept until they are dropped.
+        """
+        return self._live.snapshots()
+
+    @property
+    def replicated_step(self) -> int | None:
+        """The last step whose states all ranks and the keepers of their replicas hold; None without any."""
+        return self._live.replicated_step
+
+    def require_state(self) -> None:
+        """Raises UsageError while the engine holds no whole state: blank, or interrupted in an update."""
+        self._live.require()
+
+    def begin_filling(self) -> Snapshot:
+        """States are about to be written from outside; until `filled` the engine is of no use.
+
+        Returns all places to be filled, as a snapshot whose meta says nothing.
+        """
+        return self._live.begin_filling()
+
+    def filled(
+        self,
+        *,
+        step: int,
+        updates: int,
+        gate: Mapping[str, Any] | None,
+        state: StateId | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Masters, moments and frozen units hold another state now.
+
+        step, updates, gate  where training stands: steps of data, the optimizer's count, the loss scale
+        state  the name of the state, where other ranks may hold parts of it under that name
+        whole  whether other ranks' parts of the parameters are up to date as well, at stages 1 and 2; else
+               `refresh_parameters` has to follow
+        """
+        self.steps_done = step
+        self._live.filled(step=step, updates=updates, gate=gate, name=state, whole=whole)
+
+    def settle_replicas(self) -> None:
+        """Wait until the last copy is complete at its keeper; at the next `step` it is at the latest."""
+        self._live.before_vote()
+
+    def editing(self) -> AbstractContextManager[None]:
+        """Within the context masters or parameters are written, alike on every rank."""
+        return self._live.editing(nullcontext())
+
     def refresh_parameters(self) -> None:
-        """After masters were written from outside (a checkpoint): bring the parameters up to date."""
-        with torch.no_grad():
-            for state in self.optimizer.states:
-                if state.master.dtype != state.compute.dtype:
-                    state.compute.copy_(state.master)
+        """After `filled`: gather parameters from the owners of their masters. Collective."""
         self._share_parameters()
+        self._live.gathered()
         self.collectives.ledger.take()
 
     # -- within a step ----------------------------------------------------------------------------

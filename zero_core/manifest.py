@@ -7,6 +7,10 @@
 
 The folder is filled under a temporary name and renamed when its manifest stands. File names are computed
 from the world size, never read from a file. JSON only; knows neither torch nor a process group.
+
+Where groups follow each other, a checkpoint is filled within the staging folder of its generation. Opening
+the next one moves that folder away, and with it the path from which an older group could still commit: a
+rename works or fails as a whole, so no check can come too early.
 """
 
 import json
@@ -17,7 +21,7 @@ from pathlib import Path
 from re import compile as regex
 from typing import Any
 
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointError, FencedError
 from zero_core.layout import Layout, Slot, Unit
 
 FORMAT = "elastic-zero/1"
@@ -25,6 +29,7 @@ MANIFEST = "manifest.json"
 BUFFERS = "buffers.safetensors"
 
 _FOLDER = regex(r"step-(\d{8,})\.g(\d{4,})")
+_STAGING = regex(r"\.generation-(\d{4,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ def expected_files(world_size: int) -> list[str]:
 def scan(root: Path) -> list[CheckpointInfo]:
     """The committed checkpoints under `root`, oldest first; of one step saved twice, the newer generation."""
     newest: dict[int, CheckpointInfo] = {}
-    for folder in root.iterdir() if root.is_dir() else ():
+    for folder in _children(root):
         match = _FOLDER.fullmatch(folder.name)
         if not match or not (folder / MANIFEST).is_file():
             continue
@@ -159,6 +164,35 @@ def latest(root: Path) -> CheckpointInfo | None:
     return found[-1] if found else None
 
 
+def staging(root: Path, generation: int) -> Path:
+    """Where a generation fills its checkpoints before they are committed."""
+    return root / f".generation-{generation:04d}"
+
+
+def opened(root: Path) -> int:
+    """The newest generation that was opened under `root`; 0 if none was."""
+    found = [int(match[1]) for p in _children(root) if (match := _STAGING.fullmatch(p.name))]
+    return max(found, default=0)
+
+
+def open_generation(root: Path, generation: int) -> None:
+    """Let this generation commit checkpoints under `root`, and no older one any more.
+
+    Raises FencedError if a newer one has been opened: then it is this one that is of the past.
+    """
+    if (newest := opened(root)) > generation:
+        raise FencedError(
+            f"generation {generation} may commit nothing to {root}: generation {newest} has begun"
+        )
+    staging(root, generation).mkdir(parents=True, exist_ok=True)
+    for folder in _children(root):
+        match = _STAGING.fullmatch(folder.name)
+        if match and int(match[1]) < generation:
+            away = root / f".saving-closed-{folder.name.removeprefix('.')}"
+            folder.rename(away)
+            shutil.rmtree(away, ignore_errors=True)
+
+
 def prune(root: Path, *, keep: int) -> list[Path]:
     """Delete all but the newest `keep` checkpoints and what interrupted saves left. Returns what went.
 
@@ -169,10 +203,14 @@ def prune(root: Path, *, keep: int) -> list[Path]:
     kept = {info.path for info in scan(root)[-keep:]}
     doomed = [
         folder
-        for folder in (root.iterdir() if root.is_dir() else ())
+        for folder in _children(root)
         if folder not in kept and (_FOLDER.fullmatch(folder.name) or folder.name.startswith(".saving-"))
     ]
     for folder in doomed:
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     return doomed
+
+
+def _children(root: Path) -> list[Path]:
+    return list(root.iterdir()) if root.is_dir() else []
