@@ -30,6 +30,7 @@ from workers.policies import (
     Stopped,
     Wait,
 )
+from workers.progress import Vigil
 from workers.protocol import Wish
 from workers.reports import Phase
 from workers.spec import JobSpec
@@ -119,6 +120,10 @@ class Conductor:
         self._seeking_since: float | None = None
         self._resizing = _Change()
         self._held: list[dict[str, Any]] = []
+        elastic = spec.elastic
+        self._vigil = Vigil(
+            stuck_after_s=elastic.stuck_after_s, slow_share=elastic.slow_share, slow_steps=elastic.slow_steps
+        )
 
     @property
     def world_size(self) -> int:
@@ -394,9 +399,18 @@ class Conductor:
         self._orders.wait(wait_s)
         if self._orders.cancel:
             raise _Cancelled
-        self._held += self._group.round()
+        notices = self._group.round()
+        self._held += notices
         if not self._forming:
             self._flush()
+        self._watch(notices)
+
+    def _watch(self, notices: list[dict[str, Any]]) -> None:
+        """Tell who holds the others up; one that does so for too long is treated as dead."""
+        for found in self._vigil.look(now=self._clock(), pulses=self._group.pulses(), reports=notices):
+            self._event(found.kind, found.data)
+            if found.dead:
+                self._group.give_up(found.dead, found.cause)
 
     def _flush(self) -> None:
         """Log the notices collected: reports in one piece, checkpoints as events."""

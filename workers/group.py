@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.actor import THREADS, WorkerActor
 from workers.policies import Joiners, Member
+from workers.progress import Pulse
 from workers.protocol import Assignment, Begun, Failure, Fault, Outcome, Poll, Readiness, Wish
 from workers.spec import JobSpec
 
@@ -61,6 +62,11 @@ class Handle:
     told: int = 0
     """The last generation that this worker was told to begin."""
     collected: int = 0
+
+    @property
+    def node(self) -> str | None:
+        """The cluster's id of the node that it runs on, once it has said so."""
+        return self.readiness.node if self.readiness else None
 
     @property
     def fault(self) -> Failure | None:
@@ -120,6 +126,27 @@ class Group:
     def outcome(self, handle: Handle) -> Outcome | None:
         poll = handle.poll
         return poll.outcome if poll and poll.generation == self._generation else None
+
+    def pulses(self) -> list[Pulse]:
+        """Each member as it was last heard of; none until all have been told to begin the generation."""
+        if any(handle.told != self._generation for handle in self.members):
+            return []
+        return [
+            Pulse(
+                rank=rank,
+                worker=handle.name,
+                node=handle.node or "",
+                generation=self._generation,
+                poll=handle.poll,
+            )
+            for rank, handle in enumerate(self.members)
+        ]
+
+    def give_up(self, worker: str, cause: str) -> None:
+        """Count a member as dead, whatever its process does."""
+        for handle in self.members:
+            if handle.name == worker and handle.death is None:
+                handle.death = cause
 
     def begun(self) -> tuple[Begun, ...] | None:
         """How each rank began to train in the current generation; None until all of them have."""

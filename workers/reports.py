@@ -48,6 +48,7 @@ class MemoryUse(_Wire):
     unattributed: int = Field(
         0, description="Resident beyond the baseline and all categories; 0 in a prediction."
     )
+    replicas: int = Field(0, description="Copies of other ranks' shards, in host memory.")
     checkpoints: int = Field(
         0, description="Of `activations`: inputs of layers that are computed again; 0 in a prediction."
     )
@@ -98,14 +99,28 @@ class RankReport(_Wire):
 
 
 class Event(_Wire):
-    """Something that happened to the job: a phase, a resize, a checkpoint, a loss of a worker, an error."""
+    """Something that happened to the job.
+
+    A phase, a change of its workers (wanted, refused, forced), a worker that was lost, holds the others up or
+    is slow, a node that is drained, a checkpoint, a command, an error.
+    """
 
     type: Literal["event"] = "event"
     seq: int
     time: float = Field(description="Unix seconds.")
     generation: int
     kind: Literal[
-        "phase", "resize", "resize_refused", "recovery", "worker_lost", "checkpoint", "command", "error"
+        "phase",
+        "resize",
+        "resize_refused",
+        "recovery",
+        "worker_lost",
+        "worker_stuck",
+        "worker_slow",
+        "drain",
+        "checkpoint",
+        "command",
+        "error",
     ]
     data: dict[str, Any] = Field(default_factory=dict)
 

@@ -360,6 +360,27 @@ class Recovery(_Section):
     )
 
 
+class Elastic(_Section):
+    """How ranks that hold the others up are told from the rest."""
+
+    stuck_after_s: PositiveFloat | None = Field(
+        60.0,
+        description="A rank that does not move for so many seconds while all others wait for it is treated "
+        "as dead; longer than the longest single forward or backward. A warning comes at a third of it. "
+        "Null: never.",
+    )
+    slow_share: float | None = Field(
+        0.3,
+        gt=0,
+        lt=1,
+        description="A rank to which the others lose at least this share of the step is named slow. "
+        "Null: never.",
+    )
+    slow_steps: PositiveInt = Field(
+        10, description="Steps in a row before a rank is named slow, and before it is no longer."
+    )
+
+
 class JobSpec(_Section):
     """One training job."""
 
@@ -389,6 +410,7 @@ class JobSpec(_Section):
     resources: Resources = Field(default_factory=Resources)
     checkpoints: Checkpoints = Field(default_factory=Checkpoints)
     recovery: Recovery = Field(default_factory=Recovery)
+    elastic: Elastic = Field(default_factory=Elastic)
     sample_ledger: bool = Field(
         False, description="Whether each rank reports the id of every sample it read (large reports)."
     )
