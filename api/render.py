@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from api.planning import StagePlans
-from api.schemas import CheckpointOut, EventOut, JobOut, PlanOut, ReportOut
+from api.schemas import CheckpointOut, EventOut, JobOut, NodeOut, PlanOut, ReportOut
 from workers.reports import MemoryUse
 
 MEMORY_HEADING = "each rank's throughput, and its memory in MiB (below: as predicted before it started)"
@@ -53,6 +53,27 @@ def jobs_table(jobs: Sequence[JobOut]) -> Table:
         if not job.over and job.workers.current != job.workers.wanted:
             workers += f" (wants {job.workers.wanted})"
         table.add_row(job.id, job.name, state(job), workers, f"{job.step}/{job.steps}", loss(job.loss))
+    return table
+
+
+def nodes_table(nodes: Sequence[NodeOut], *, now: float) -> Table:
+    """One line a node. `now`: Unix seconds."""
+    table = Table("node", "address", "state", "CPUs free", "GPUs free", "memory free", "jobs (workers)")
+    table.box, table.pad_edge = None, False
+    for node in nodes:
+        said = Text("alive", style="green") if node.alive else Text("gone", style="dim")
+        if node.alive and node.draining:
+            until = f", {seconds(max(0.0, node.deadline - now))} left" if node.deadline else ""
+            said = Text(f"draining{until}", style="yellow")
+        table.add_row(
+            node.id[:12],
+            node.address + (" (head)" if node.head else ""),
+            said,
+            f"{node.cpus_free:g} of {node.cpus:g}",
+            f"{node.gpus_free:g} of {node.gpus:g}",
+            f"{size(node.memory_free_bytes)} of {size(node.memory_bytes)}",
+            ", ".join(f"{one.job} ({' '.join(one.workers)})" for one in node.jobs),
+        )
     return table
 
 

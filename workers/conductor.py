@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from workers import policies
+from workers.draining import Departure, Nodes, Relocation
 from workers.group import Group
 from workers.log import JobLog
+from workers.mover import Mover
 from workers.orders import Orders
 from workers.policies import (
     Bounds,
@@ -69,6 +71,8 @@ class _Change:
     old_workers: int = 0
     target: int | None = None
     """World size that was decided on; None: whatever is wanted at the time."""
+    without: frozenset[str] = frozenset()
+    """Members that are to leave, by name, whatever the number."""
     patience_s: float = 0.0
     trained_until: float = 0.0
     """Unix seconds at which the last step before the change ended."""
@@ -94,7 +98,15 @@ class Conductor:
         checkpoints: Path,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        nodes: Callable[[], Nodes] = Nodes,
+        leave_node: Callable[[], None] | None = None,
     ) -> None:
+        """nodes: the cluster's nodes as they are now, quickly.
+
+        leave_node: ends this process so that it is started again on a node that takes work. It is called, as
+        the last thing, when the own node is drained, the job is saved and its workers are gone. None: never.
+        """
         history = log.history
         self._spec = spec
         self._attempt = attempt
@@ -120,6 +132,18 @@ class Conductor:
         self._seeking_since: float | None = None
         self._resizing = _Change()
         self._held: list[dict[str, Any]] = []
+        self._leave_node = leave_node
+        self._relocating = False
+        self._mover = Mover(
+            group=group,
+            least=spec.workers.min,
+            nodes=nodes,
+            tell=lambda data: self._event("drain", data),
+            clock=clock,
+            wall=wall,
+            patience_s=self._limits.resize_patience_s,
+            relocates=leave_node is not None,
+        )
         elastic = spec.elastic
         self._vigil = Vigil(
             stuck_after_s=elastic.stuck_after_s, slow_share=elastic.slow_share, slow_steps=elastic.slow_steps
@@ -129,8 +153,16 @@ class Conductor:
     def world_size(self) -> int:
         return len(self._group.members)
 
+    @property
+    def places(self) -> list[tuple[str, str | None]]:
+        """Each member's name and node, by rank."""
+        return self._group.places()
+
     def run(self) -> None:
-        """Conduct the attempt to its final phase. All its workers are gone before that phase is logged."""
+        """Conduct the attempt to its final phase, or until this process is to go on elsewhere.
+
+        All its workers are gone before that phase is logged.
+        """
         crash: dict[str, Any] | None = None
         try:
             phase, reason = self._conduct()
@@ -145,6 +177,8 @@ class Conductor:
         if crash:
             self._event("error", crash)
         self._enter(phase, reason)
+        if not phase.final and self._leave_node:
+            self._leave_node()
 
     # The sequence
 
@@ -156,6 +190,8 @@ class Conductor:
             match ending:
                 case Finished():
                     return Phase.SUCCEEDED, None
+                case Stopped(reason=Wish.PAUSE) if self._relocating and not self._orders.pause:
+                    return Phase.RECOVERING, "the controller starts again on another node"
                 case Stopped(reason=Wish.PAUSE):
                     return Phase.PAUSED, f"paused by {self._orders.pause}"
                 case GivenUp(reason=reason):
@@ -203,7 +239,7 @@ class Conductor:
             decision = policies.assemble(
                 wanted=change.target or self._orders.wanted,
                 bounds=self._bounds,
-                survivors=len(group.members),
+                survivors=sum(name not in change.without for name, _ in group.places()),
                 joiners=group.counts(),
                 waited_s=self._clock() - since,
                 patience_s=change.patience_s,
@@ -215,7 +251,7 @@ class Conductor:
                 case Drop(count=count):
                     group.drop(count)
                 case Proceed(workers=workers, reason=reason):
-                    group.enrol(workers)
+                    group.enrol(workers, without=change.without)
                     if reason:
                         self._enter(self.phase, f"going on with {workers} workers: {reason}")
                     return None
@@ -269,6 +305,8 @@ class Conductor:
             return
         if self._orders.take_checkpoint():
             self._group.ask(Wish.CHECKPOINT)
+        if self._move_off():
+            return
         order = self._orders.resize
         if order is None and not self._group.joiners:
             return
@@ -303,6 +341,28 @@ class Conductor:
                     patience_s=self._limits.recovery_patience_s,
                 )
                 self._stop(Wish.RESIZE, Phase.RESIZING, f"to {workers} workers, asked by {order.who}")
+
+    def _move_off(self) -> bool:
+        """Leave nodes that are drained; whether that is under way, so that nothing else is."""
+        order = self._orders.resize
+        target = order.workers if order else self.world_size
+        match self._mover.look(target=target, joiner_fault=self._joiner_fault()):
+            case None:
+                return False
+            case Departure(workers=workers, without=without, nodes=nodes):
+                self._resizing = _Change(
+                    event="resize",
+                    details={"who": order.who if order else "controller", "cause": "drain", "nodes": nodes},
+                    old_workers=self.world_size,
+                    target=workers,
+                    without=without,
+                    patience_s=self._limits.recovery_patience_s,
+                )
+                self._stop(Wish.RESIZE, Phase.RESIZING, f"off drained nodes {', '.join(nodes)}")
+            case Relocation(reason=reason):
+                self._relocating = True
+                self._stop(Wish.PAUSE, Phase.RECOVERING, reason)
+        return True
 
     # Steps of the sequence
 

@@ -9,7 +9,7 @@ Decides nothing: the conductor says who is sought, enrolled and retired.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,15 @@ class Group:
 
     # Who is there
 
+    @property
+    def node(self) -> str:
+        """The cluster's id of the node that this process, the controller, is on."""
+        return self._node
+
+    def places(self) -> list[tuple[str, str | None]]:
+        """Each member's name and node, by rank."""
+        return [(handle.name, handle.node) for handle in self.members]
+
     def counts(self) -> Joiners:
         """The joiners by how far they are."""
         ready = sum(handle.ready for handle in self.joiners)
@@ -171,13 +180,21 @@ class Group:
             self.joiners.append(Handle(name=f"w{self._number}", place=placement_group([bundle])))
             self._number += 1
 
-    def enrol(self, count: int) -> None:
-        """Make the first `count` of members and ready joiners the members; all others leave."""
-        candidates = [*self.members, *(joiner for joiner in self.joiners if joiner.ready)]
+    def enrol(self, count: int, *, without: Collection[str] = ()) -> None:
+        """Make the first `count` of members and ready joiners the members, except for those named `without`.
+
+        All others leave.
+        """
+        members = [member for member in self.members if member.name not in without]
+        candidates = [*members, *(joiner for joiner in self.joiners if joiner.ready)]
         assert len(candidates) >= count, "only as many are enrolled as are ready"
         chosen = candidates[:count]
         self.retire(handle for handle in [*self.members, *self.joiners] if handle not in chosen)
         self.members, self.joiners = chosen, []
+
+    def drop_from(self, nodes: Collection[str]) -> None:
+        """Let joiners go that have come to be on these nodes."""
+        self.retire([joiner for joiner in self.joiners if joiner.node in nodes])
 
     def drop(self, count: int) -> None:
         """Let `count` joiners go, those that have come least far first."""

@@ -7,7 +7,9 @@ import pytest
 
 from service.ray_cluster import RayCluster
 from service.settings import Settings
+from tests.integration.nodes import second_node
 from tests.unit.service.cluster_contract import ClusterContract
+from tests.unit.service.makers import wait_until
 from workers.spec import JobSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -26,6 +28,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 class TestRayCluster(ClusterContract):
+    @pytest.fixture
+    def spare_node(self, cluster: RayCluster, timeout_s: float) -> Iterator[str]:
+        assert cluster.local is not None
+        before = {node.id for node in cluster.view().alive}
+        with second_node(cluster.local.ensure_running(), cluster.local.environment(), cpus=1):
+            new: set[str] = set()
+
+            def joined() -> bool:
+                new.update(node.id for node in cluster.view().alive if node.id not in before)
+                return bool(new)
+
+            wait_until(joined, timeout_s=timeout_s)
+            yield new.pop()
+
     @pytest.fixture
     def spec(self) -> JobSpec:
         return JobSpec.model_validate(

@@ -138,7 +138,7 @@ def test_a_plan_before_the_start(shared: Running) -> None:
 
 
 def test_the_cluster(shared: Running) -> None:
-    (node,) = shared.client.cluster().nodes
+    (node,) = shared.client.nodes()
     assert (node.cpus, node.cpus_free, node.alive) == (4, 4, True)
 
 
