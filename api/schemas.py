@@ -57,6 +57,11 @@ class JobOut(_Wire):
     step: int = Field(description="Steps finished.")
     steps: int = Field(description="Steps in all.")
     loss: float | None = Field(description="Loss of the last finished step.")
+    goodput: float | None = Field(
+        None,
+        description="The part of the attempt's time, up to its last report or event, that went into steps that "
+        "count, 0 to 1; steps that were done again count once. Null before the first step.",
+    )
     submitted_by: str
     created_at: float
     updated_at: float
@@ -82,6 +87,7 @@ class JobOut(_Wire):
             step=job.step,
             steps=job.spec.steps,
             loss=job.loss,
+            goodput=job.goodput,
             submitted_by=job.submitted_by,
             created_at=job.created_at,
             updated_at=job.updated_at,
@@ -306,6 +312,7 @@ class BudgetOut(_Wire):
     communication_buffers: int
     activations: int
     padding: int
+    replicas: int = Field(0, description="Copies of another rank's shard, in host memory.")
     total: int
 
 

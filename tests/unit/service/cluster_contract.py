@@ -13,9 +13,9 @@ from workers.spec import JobSpec
 
 
 class ClusterContract:
-    """Subclasses give the fixtures `cluster`, `spec` (2 workers, endless), `job_id`, `timeout_s`, `spare_node`.
+    """Subclasses give the fixtures `cluster`, `spec` (2 workers, endless), `job_id`, `timeout_s`.
 
-    The last is the id of a node, not the head, that nothing runs on.
+    And `spare_node`, the id of a node that is not the head and that nothing runs on.
     """
 
     @pytest.fixture
