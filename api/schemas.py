@@ -59,8 +59,8 @@ class JobOut(_Wire):
     loss: float | None = Field(description="Loss of the last finished step.")
     goodput: float | None = Field(
         None,
-        description="The part of the attempt's time, up to its last report or event, that went into steps that "
-        "count, 0 to 1; steps that were done again count once. Null before the first step.",
+        description="The part of the attempt's time, up to its last report or event, that went into steps "
+        "that count, 0 to 1; steps that were done again count once. Null before the first step.",
     )
     submitted_by: str
     created_at: float

@@ -104,7 +104,7 @@ class Job:
 
     @property
     def goodput(self) -> float | None:
-        """The part of the attempt's time, up to its last entry, that went into steps that count; None: no step."""
+        """The part of the attempt's time, up to its last entry, that went into steps that count; or None."""
         if self.began_at is None or self.seen_at is None or not self.productive_s:
             return None
         return min(1.0, self.productive_s / max(self.seen_at - self.began_at, self.productive_s))

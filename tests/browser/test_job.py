@@ -152,7 +152,7 @@ def test_a_drained_node_shows_as_a_pause_by_phase_and_in_the_events(
     expect(row).to_have_count(1)
     cells = row.locator("th, td").all_text_contents()
     assert cells[:5] == ["5", "resize", "drain", "2 → 2", "300 ms"]
-    assert cells[5:9] == ["50.0 ms", "100 ms", "100 ms", "50.0 ms"], "stop, form, start, move"
+    assert cells[5:9] == ["50 ms", "100 ms", "100 ms", "50 ms"], "stop, form, start, move"
     visitor.open("cluster")
     expect(page.locator(".node .badge")).to_have_text(["alive", "draining", "alive"])
 

@@ -2,14 +2,14 @@
 
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from service.ray_cluster import RayCluster
 from service.settings import Settings
-from tests.integration.nodes import second_node
+from tests.integration.nodes import another_node
 from tests.unit.service.cluster_contract import ClusterContract
-from tests.unit.service.makers import wait_until
 from workers.spec import JobSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -29,18 +29,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 class TestRayCluster(ClusterContract):
     @pytest.fixture
-    def spare_node(self, cluster: RayCluster, timeout_s: float) -> Iterator[str]:
-        assert cluster.local is not None
-        before = {node.id for node in cluster.view().alive}
-        with second_node(cluster.local.ensure_running(), cluster.local.environment(), cpus=1):
-            new: set[str] = set()
-
-            def joined() -> bool:
-                new.update(node.id for node in cluster.view().alive if node.id not in before)
-                return bool(new)
-
-            wait_until(joined, timeout_s=timeout_s)
-            yield new.pop()
+    def spare_node(self, cluster: RayCluster, tmp_path: Path) -> Iterator[str]:
+        with another_node(cluster, tmp_path, cpus=1) as node_id:
+            yield node_id
 
     @pytest.fixture
     def spec(self) -> JobSpec:

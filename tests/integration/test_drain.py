@@ -15,7 +15,7 @@ from service.cluster import NodeView
 from service.errors import ClusterUnavailable
 from service.ray_cluster import RayCluster
 from service.settings import Settings, child_environment
-from tests.integration.nodes import second_node
+from tests.integration.nodes import another_node
 from workers.spec import JobSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -97,11 +97,9 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     scene = Scene(cluster, tmp_path)
     try:
         cluster.connect()
-        address = cluster.local.ensure_running()
         with ExitStack() as nodes:
             for _ in range(2):
-                nodes.enter_context(second_node(address, cluster.local.environment(), cpus=SPARE_CPUS))
-            scene.wait(lambda: len(scene.spares()) == 2, "two more nodes")
+                nodes.enter_context(another_node(cluster, tmp_path, cpus=SPARE_CPUS))
             yield scene
             cluster.release(scene.job_id)
     finally:
