@@ -73,7 +73,10 @@ def nodes_table(nodes: Sequence[NodeOut], *, now: float) -> Table:
             f"{node.cpus_free:g} of {node.cpus:g}",
             f"{node.gpus_free:g} of {node.gpus:g}",
             f"{size(node.memory_free_bytes)} of {size(node.memory_bytes)}",
-            ", ".join(f"{one.job} ({' '.join(one.workers)})" for one in node.jobs),
+            ", ".join(
+                f"{one.job} ({' '.join([*one.workers, *(['controller'] if one.controller else [])])})"
+                for one in node.jobs
+            ),
         )
     return table
 

@@ -247,10 +247,11 @@ class CheckpointsOut(_Wire):
 
 
 class NodeJobOut(_Wire):
-    """A job with workers on a node."""
+    """A job that is on a node, with workers or with its controller."""
 
     job: str = Field(description="Id of the job.")
     workers: list[str] = Field(description="Names of its workers there.")
+    controller: bool = Field(False, description="Whether its controller is there.")
 
 
 class NodeOut(_Wire):
@@ -269,12 +270,15 @@ class NodeOut(_Wire):
     draining: bool = Field(False, description="Whether it gets no new work, and jobs move off it.")
     deadline: float | None = Field(None, description="When a draining node may be gone; null: not said.")
     jobs: list[NodeJobOut] = Field(
-        default_factory=list, description="Live jobs with workers there, as seen within the last seconds."
+        default_factory=list, description="Live jobs that are there, as seen within the last seconds."
     )
 
     @classmethod
     def of(cls, use: NodeUse) -> Self:
-        jobs = [NodeJobOut(job=job_id, workers=list(workers)) for job_id, workers in use.jobs]
+        jobs = [
+            NodeJobOut(job=one.job_id, workers=list(one.workers), controller=one.controller)
+            for one in use.jobs
+        ]
         return cls(**asdict(use.node), jobs=jobs)
 
 

@@ -56,7 +56,10 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True)
 class ControllerStatus:
-    """What a job's controller says of itself. `last_seq` is the number of its newest log entry."""
+    """What a job's controller says of itself, and where it and the workers are.
+
+    `last_seq` is the number of its newest log entry, `node` the id of its own node.
+    """
 
     phase: str
     generation: int
@@ -65,6 +68,7 @@ class ControllerStatus:
     step: int
     last_seq: int
     attempt: int
+    node: str = ""
     workers: tuple[WorkerPlace, ...] = ()
 
 

@@ -37,11 +37,20 @@ _log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class JobOnNode:
+    """What of a live job is on a node: workers, by name, and perhaps its controller."""
+
+    job_id: str
+    workers: tuple[str, ...]
+    controller: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NodeUse:
-    """A node, and which workers of which live jobs are on it: (job id, workers' names), by job."""
+    """A node, and the live jobs that are on it."""
 
     node: NodeView
-    jobs: tuple[tuple[str, tuple[str, ...]], ...]
+    jobs: tuple[JobOnNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,15 +258,19 @@ class ControlPlane:
         return manifest.scan(self._folder(job_id).checkpoints)
 
     def nodes(self) -> list[NodeUse]:
-        """The nodes now, with the workers that were on them when their controllers were last asked."""
-        places = dict(self._keeper.places)
+        """The nodes now, with what of jobs was on them when the controllers were last asked."""
+        accounts = sorted(self._keeper.accounts.items())
         used = []
         for node in self._cluster.view().nodes:
             here = [
-                (job_id, tuple(place.worker for place in on if place.node == node.id))
-                for job_id, on in sorted(places.items())
+                JobOnNode(
+                    job_id,
+                    tuple(place.worker for place in said.workers if place.node == node.id),
+                    said.node == node.id,
+                )
+                for job_id, said in accounts
             ]
-            used.append(NodeUse(node, tuple((job_id, workers) for job_id, workers in here if workers)))
+            used.append(NodeUse(node, tuple(one for one in here if one.workers or one.controller)))
         return used
 
     def drain(self, node_id: str, *, why: str, deadline_s: float | None, who: str) -> NodeUse:

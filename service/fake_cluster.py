@@ -143,6 +143,7 @@ class FakeCluster:
                 step=log.step,
                 last_seq=len(log.entries),
                 attempt=controller.attempt,
+                node="node-0",
                 workers=tuple(
                     WorkerPlace(f"w{rank}", rank, node) for rank, node in enumerate(controller.places)
                 ),

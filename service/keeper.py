@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from service.changes import Changes
-from service.cluster import Cluster, ControllerStatus, WorkerPlace
+from service.cluster import Cluster, ControllerStatus
 from service.collector import Collector
 from service.errors import ControllerGone, NotFound, ServiceError
 from service.jobs import ACTIVE, LIVE, Job, JobState, Outcome, controller_lost, started, waiting
@@ -60,19 +60,19 @@ class Keeper:
         self._next_status = 0.0
         self._failures: dict[str, _Failure] = {}
         self._silent: set[str] = set()
-        self._places: dict[str, tuple[WorkerPlace, ...]] = {}
+        self._accounts: dict[str, ControllerStatus] = {}
 
     @property
-    def places(self) -> Mapping[str, tuple[WorkerPlace, ...]]:
-        """Where each live job's workers are, as its controller said when it was last asked."""
-        return self._places
+    def accounts(self) -> Mapping[str, ControllerStatus]:
+        """What each live job's controller said of itself when it was last asked."""
+        return self._accounts
 
     def round(self) -> None:
         """Raises ClusterUnavailable where the cluster cannot be reached; one job's trouble is only logged."""
         self._cluster.connect()
         present = self._cluster.running_jobs()
         live = {job.id: job for job in self._store.in_states(LIVE)}
-        self._places = {job_id: places for job_id, places in self._places.items() if job_id in live}
+        self._accounts = {job_id: said for job_id, said in self._accounts.items() if job_id in live}
         for job_id in sorted(present - live.keys()):
             self._guarded(job_id, self._release)
         for job in live.values():
@@ -152,7 +152,7 @@ class Keeper:
         round finds the job without a controller and goes on from there.
         """
         status, job = self._cluster.status(job_id), self._store.get(job_id)
-        self._places[job_id] = status.workers
+        self._accounts[job_id] = status
         over = status.phase not in _GOING and status.phase != "pausing" and status.last_seq == job.cursor
         silent = over and job.state in LIVE
         # Twice, as a controller is over for a moment before its log says so.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,10 @@ class RayCluster:
     def status(self, job_id: str) -> ControllerStatus:
         """What the job's controller says of itself."""
         account = self._call("status", job_id=job_id)
-        places = tuple(WorkerPlace(**place) for place in account.pop("workers"))
-        return ControllerStatus(**account, workers=places)
+        # A controller of a newer release may say more.
+        known = {field.name: account[field.name] for field in fields(ControllerStatus)}
+        places = tuple(WorkerPlace(**place) for place in account["workers"])
+        return ControllerStatus(**known | {"workers": places})
 
     def running_jobs(self) -> set[str]:
         """Ids of the jobs that have a controller."""

@@ -154,6 +154,11 @@ class Conductor:
         return len(self._group.members)
 
     @property
+    def node(self) -> str:
+        """The cluster's id of the node that this process is on."""
+        return self._group.node
+
+    @property
     def places(self) -> list[tuple[str, str | None]]:
         """Each member's name and node, by rank."""
         return self._group.places()

@@ -120,6 +120,7 @@ class JobController:
             "step": conductor.step,
             "last_seq": self._log.last_seq,
             "attempt": self._attempt,
+            "node": conductor.node,
             "workers": [
                 {"worker": worker, "rank": rank, "node": node}
                 for rank, (worker, node) in enumerate(conductor.places)

@@ -66,21 +66,28 @@ class Ledger:
     def timed(self, phase: str, unit: int = -1) -> Iterator[None]:
         """Count the time as that of a phase. `unit`: the index of the unit that a collective is about."""
         began = time.perf_counter()
+        outer = self._enter(phase, unit, began)
         try:
-            with self.within(phase, unit):
-                yield
+            yield
         finally:
-            self.seconds[phase] += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.seconds[phase] += ended - began
+            self.whereabouts.enter(outer, ended)
 
     @contextmanager
     def within(self, phase: str, unit: int = -1) -> Iterator[None]:
         """Be in a phase, without counting its time."""
-        now = self.whereabouts
-        outer = now.phase
-        if phase in WAITING and (unit >= 0 or phase != now.collective):  # the end of one keeps its unit
-            now.collective, now.unit = phase, unit
-        now.enter(phase, time.perf_counter())
+        outer = self._enter(phase, unit, time.perf_counter())
         try:
             yield
         finally:
-            now.enter(outer, time.perf_counter())
+            self.whereabouts.enter(outer, time.perf_counter())
+
+    def _enter(self, phase: str, unit: int, now: float) -> str:
+        """Enter a phase; returns the one around it."""
+        here = self.whereabouts
+        outer = here.phase
+        if phase in WAITING and (unit >= 0 or phase != here.collective):  # the end of one keeps its unit
+            here.collective, here.unit = phase, unit
+        here.enter(phase, now)
+        return outer

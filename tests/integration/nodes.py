@@ -19,7 +19,10 @@ _ATTEMPTS = 3
 
 @contextmanager
 def another_node(cluster: RayCluster, folder: Path, *, cpus: int) -> Iterator[str]:
-    """A node joins the cluster, and is ended; yields its id. Its output goes to a file in `folder`."""
+    """A node joins the cluster, and is ended; yields its id. Its output goes to a file in `folder`.
+
+    It has the resource `spare`, by which something can be put on such a node and not on the head.
+    """
     before = {node.id for node in cluster.view().nodes}
     log = folder / f"node-{len(before)}.log"
     for attempt in range(_ATTEMPTS):
@@ -39,7 +42,12 @@ def _start(cluster: RayCluster, log: Path, cpus: int) -> "subprocess.Popen[bytes
     assert cluster.local is not None
     address = cluster.local.ensure_running()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={address}"]
-    command += [f"--num-cpus={cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
+    command += [
+        f"--num-cpus={cpus}",
+        "--object-store-memory=100000000",
+        "--disable-usage-stats",
+        '--resources={"spare": 1}',
+    ]
     with log.open("ab") as output:
         return subprocess.Popen(
             command,

@@ -33,9 +33,9 @@ def test_the_nodes_and_who_is_on_them(service: Running) -> None:
         **{"id": "node-0", "address": "127.0.0.1", "alive": True, "head": True},
         **{"cpus": 1.0, "cpus_free": 0.0, "gpus": 0.0, "gpus_free": 0.0},
         **{"memory_bytes": 8 << 30, "memory_free_bytes": 8 << 30, "draining": False, "deadline": None},
-        "jobs": [{"job": job_id, "workers": ["w0"]}],
+        "jobs": [{"job": job_id, "workers": ["w0"], "controller": True}],
     }
-    assert second["jobs"] == [{"job": job_id, "workers": ["w1"]}]
+    assert second["jobs"] == [{"job": job_id, "workers": ["w1"], "controller": False}]
     assert (third["jobs"], third["cpus_free"]) == ([], 1.0)
     assert service.http.get("/v1/cluster", headers=BEARER).json() == answer.json()
     service.client.cancel(job_id)

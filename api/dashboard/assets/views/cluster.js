@@ -90,7 +90,10 @@ function nodeCard(node) {
       ? el(
           "p",
           { class: "card-note" },
-          node.jobs.map(({ job, workers }) => [el("a", { href: `#/jobs/${encodeURIComponent(job)}` }, job), ` (${workers.join(", ")}) `]),
+          node.jobs.map(({ job, workers, controller }) => [
+            el("a", { href: `#/jobs/${encodeURIComponent(job)}` }, job),
+            ` (${[...workers, ...(controller ? ["controller"] : [])].join(", ")}) `,
+          ]),
         )
       : null,
   );
