@@ -329,6 +329,35 @@ def checkpoint(context: typer.Context, job: JobArgument) -> None:
 
 
 @app.command()
+def nodes(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the cluster's nodes: what they have free, and which jobs are on them."""
+    with _of(context).client() as client:
+        found = client.nodes()
+    if as_json:
+        typer.echo(json.dumps([node.model_dump(mode="json") for node in found]))
+        return
+    _out.print(render.nodes_table(found, now=time.time()))
+
+
+@app.command()
+def drain(
+    context: typer.Context,
+    node: Annotated[
+        str, typer.Argument(metavar="NODE", help="Id of the node, the beginning of it, or its address.")
+    ],
+    reason: Annotated[str, typer.Option(help="For people.")] = "asked for",
+    deadline: Annotated[
+        float | None, typer.Option(min=1, help="Seconds until the machine is taken away.", metavar="SECONDS")
+    ] = None,
+) -> None:
+    """Give a node no new work, and have jobs move off it without losing a step."""
+    with _of(context).client() as client:
+        after = client.drain(client.find_node(node).id, reason=reason, deadline_s=deadline)
+    on_it = ", ".join(f"job {one.job} ({len(one.workers)} workers)" for one in after.jobs) or "no job"
+    typer.echo(f"node {after.id[:12]} ({after.address}) is drained; on it: {on_it}")
+
+
+@app.command()
 def logs(
     context: typer.Context,
     job: JobArgument,

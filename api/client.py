@@ -19,13 +19,14 @@ from api.schemas import (
     WHO_HEADER,
     CheckpointOut,
     CheckpointsOut,
-    ClusterOut,
     EventOut,
     EventsOut,
     JobOut,
     JobPageOut,
     LogOut,
     LogsOut,
+    NodeOut,
+    NodesOut,
     PlanOut,
     RankHistoryOut,
     RanksOut,
@@ -69,7 +70,11 @@ class Refused(ClientError):  # noqa: N818 - named for the outcome
 
 
 class Ambiguous(ClientError):  # noqa: N818 - named for the outcome
-    """The beginning of an id that several jobs share."""
+    """The beginning of an id that several jobs, or nodes, share."""
+
+
+class NoSuchNode(ClientError):  # noqa: N818 - named for the outcome
+    """No node of the cluster is meant by what was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +231,26 @@ class Client:
 
     # The service.
 
-    def cluster(self) -> ClusterOut:
-        return self._ask(ClusterOut, "GET", "/v1/cluster")
+    def nodes(self) -> list[NodeOut]:
+        """The cluster's nodes and who is on them."""
+        return self._ask(NodesOut, "GET", "/v1/nodes").nodes
+
+    def find_node(self, prefix: str) -> NodeOut:
+        """The only node whose id begins so, or that has this address. Raises NoSuchNode, Ambiguous."""
+        nodes = self.nodes()
+        found = [node for node in nodes if prefix and (node.id.startswith(prefix) or node.address == prefix)]
+        if not found:
+            known = ", ".join(f"{node.id[:12]} ({node.address})" for node in nodes) or "none"
+            raise NoSuchNode(f"no node begins with {prefix!r}; there are: {known}")
+        if len(found) > 1:
+            ids = ", ".join(node.id[:12] for node in found[:5])
+            raise Ambiguous(f"{len(found)} nodes are meant by {prefix!r}: {ids}; give more of the id")
+        return found[0]
+
+    def drain(self, node_id: str, *, reason: str = "asked for", deadline_s: float | None = None) -> NodeOut:
+        """Give a node no new work, and have jobs move off it."""
+        body = {"reason": reason, "deadline_s": deadline_s}
+        return self._ask(NodeOut, "POST", f"/v1/nodes/{quote(node_id, safe='')}/drain", json=body)
 
     def ready(self) -> ReadinessOut:
         """How what the service needs stands; a service that is not ready answers too."""

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from api.planning import StagePlans
-from api.schemas import CheckpointOut, EventOut, JobOut, PlanOut, ReportOut
+from api.schemas import CheckpointOut, EventOut, JobOut, NodeOut, PlanOut, ReportOut
 from workers.reports import MemoryUse
 
 MEMORY_HEADING = "each rank's throughput, and its memory in MiB (below: as predicted before it started)"
@@ -58,6 +58,30 @@ def jobs_table(jobs: Sequence[JobOut]) -> Table:
     return table
 
 
+def nodes_table(nodes: Sequence[NodeOut], *, now: float) -> Table:
+    """One line a node. `now`: Unix seconds."""
+    table = Table("node", "address", "state", "CPUs free", "GPUs free", "memory free", "jobs (workers)")
+    table.box, table.pad_edge = None, False
+    for node in nodes:
+        said = Text("alive", style="green") if node.alive else Text("gone", style="dim")
+        if node.alive and node.draining:
+            until = f", {seconds(max(0.0, node.deadline - now))} left" if node.deadline else ""
+            said = Text(f"draining{until}", style="yellow")
+        table.add_row(
+            node.id[:12],
+            node.address + (" (head)" if node.head else ""),
+            said,
+            f"{node.cpus_free:g} of {node.cpus:g}",
+            f"{node.gpus_free:g} of {node.gpus:g}",
+            f"{size(node.memory_free_bytes)} of {size(node.memory_bytes)}",
+            ", ".join(
+                f"{one.job} ({' '.join([*one.workers, *(['controller'] if one.controller else [])])})"
+                for one in node.jobs
+            ),
+        )
+    return table
+
+
 def job_details(
     job: JobOut, ranks: Sequence[ReportOut], saved: Sequence[CheckpointOut], events: Sequence[EventOut]
 ) -> RenderableType:
@@ -70,6 +94,10 @@ def job_details(
         ("state", Text.assemble(state(job), f"  {job.reason}" if job.reason else "")),
         ("workers", f"{workers.current} (wanted {workers.wanted}, from {workers.min} to {workers.max})"),
         ("step", f"{job.step} of {job.steps}, loss {loss(job.loss)}"),
+        (
+            "goodput",
+            "-" if job.goodput is None else f"{job.goodput:.1%} of the time went into steps that count",
+        ),
         ("stage", f"{job.spec.zero.stage}, {job.spec.precision}"),
         ("generation", f"{job.generation}, attempt {job.attempt}, version {job.version}"),
         ("checkpoints", ", ".join(f"step {one.step}" for one in saved) or "none"),
@@ -156,7 +184,15 @@ def event_line(event: EventOut) -> Text:
     describe = _EVENTS.get(event.kind)
     said = describe(event.data) if describe else ", ".join(f"{k} {v}" for k, v in event.data.items())
     at = "" if event.step is None else f"step {event.step}"
-    style = {"error": "red", "worker_lost": "yellow", "resize_refused": "yellow", "resize": "cyan"}
+    style = {
+        "error": "red",
+        "worker_lost": "yellow",
+        "worker_stuck": "yellow",
+        "worker_slow": "yellow",
+        "drain": "yellow",
+        "resize_refused": "yellow",
+        "resize": "cyan",
+    }
     return Text.assemble((f"{at:>10}  ", "dim"), (event.kind, style.get(event.kind, "bold")), f"  {said}")
 
 
@@ -196,29 +232,71 @@ def _phases(data: Mapping[str, Any]) -> str:
 
 
 def _resize(data: Mapping[str, Any]) -> str:
+    why = f": {data['cause']}" if data.get("cause") else ""
     return (
         f"{data['old_workers']} -> {data['new_workers']} workers, paused {seconds(data['pause_s'])} "
-        f"({_phases(data)}), steps lost {data['steps_lost']}"
+        f"({_phases(data)}){_moved(data)}, steps lost {data['steps_lost']}{why}"
     )
 
 
 def _recovery(data: Mapping[str, Any]) -> str:
     return (
-        f"{data['old_workers']} -> {data['new_workers']} workers, paused {seconds(data['pause_s'])}, "
-        f"steps lost {data['steps_lost']}: {data['cause']}"
+        f"{data['old_workers']} -> {data['new_workers']} workers, paused {seconds(data['pause_s'])}"
+        f"{_moved(data)}, steps lost {data['steps_lost']}: {data['cause']}"
     )
+
+
+def _moved(data: Mapping[str, Any]) -> str:
+    """What the change cost beside its time, as far as it was told."""
+    said = ""
+    if data.get("bytes_moved") is not None:
+        said += f", {size(data['bytes_moved'])} moved"
+    if data.get("source"):
+        said += f", state from {data['source']}"
+    if data.get("steps_repeated"):
+        said += f", {data['steps_repeated']} steps repeated"
+    return said
 
 
 def _reason(data: Mapping[str, Any]) -> str:
     return f": {data['reason']}" if data.get("reason") else ""
 
 
+def _refused(data: Mapping[str, Any]) -> str:
+    missing = ", ".join(f"{amount:g} {name}" for name, amount in (data.get("missing") or {}).items())
+    return f"{data['wanted']} workers{_reason(data)}{f' (missing: {missing})' if missing else ''}"
+
+
+def _stuck(data: Mapping[str, Any]) -> str:
+    if data.get("rank") is None:
+        return str(data.get("said", "all ranks wait for each other"))
+    end = "; it is treated as dead" if data.get("dead") else ""
+    return f"rank {data['rank']} ({data['worker']}) at step {data['step']}: {data.get('said')}{end}"
+
+
+def _slow(data: Mapping[str, Any]) -> str:
+    if data.get("over"):
+        return f"rank {data['rank']} ({data['worker']}) keeps up again"
+    return (
+        f"rank {data['rank']} ({data['worker']}): the others lose {data['share']:.0%} of the step to it, "
+        f"{seconds(data['seconds'])}"
+    )
+
+
+def _drain(data: Mapping[str, Any]) -> str:
+    workers = ", ".join(data["workers"])
+    return f"node {data['node'][:12]}{f' with {workers}' if workers else ''}: {data['said']}"
+
+
 _EVENTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "phase": lambda data: f"{data['phase']}{_reason(data)}",
     "state": lambda data: f"{data['from']} -> {data['to']}{_reason(data)}",
     "resize": _resize,
-    "resize_refused": lambda data: f"{data['wanted']} workers{_reason(data)}",
+    "resize_refused": _refused,
     "recovery": _recovery,
+    "worker_stuck": _stuck,
+    "worker_slow": _slow,
+    "drain": _drain,
     "worker_lost": lambda data: f"rank {data.get('rank')} ({data.get('worker')}): {data.get('cause')}",
     "checkpoint": lambda data: (
         f"{data['bytes'] / _MIB:,.2f} MiB in {seconds(data['seconds'])} ({data['reason']})"

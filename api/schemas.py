@@ -6,6 +6,7 @@ are Unix seconds. Unknown members are passed over on reading, so that a client m
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,8 +16,7 @@ from workers.reports import RankReport
 from workers.spec import JobSpec
 
 if TYPE_CHECKING:  # the client reads these models without loading the database's and the planner's code
-    from service.cluster import ClusterView, NodeView
-    from service.control_plane import Readiness
+    from service.control_plane import NodeUse, Readiness
     from service.jobs import Job
     from service.logs import LogTail
     from service.planner import Plan
@@ -57,6 +57,11 @@ class JobOut(_Wire):
     step: int = Field(description="Steps finished.")
     steps: int = Field(description="Steps in all.")
     loss: float | None = Field(description="Loss of the last finished step.")
+    goodput: float | None = Field(
+        None,
+        description="The part of the attempt's time, up to its last report or event, that went into steps "
+        "that count, 0 to 1; steps that were done again count once. Null before the first step.",
+    )
     submitted_by: str
     created_at: float
     updated_at: float
@@ -82,6 +87,7 @@ class JobOut(_Wire):
             step=job.step,
             steps=job.spec.steps,
             loss=job.loss,
+            goodput=job.goodput,
             submitted_by=job.submitted_by,
             created_at=job.created_at,
             updated_at=job.updated_at,
@@ -240,8 +246,16 @@ class CheckpointsOut(_Wire):
         return cls(checkpoints=[CheckpointOut.of(info) for info in infos])
 
 
+class NodeJobOut(_Wire):
+    """A job that is on a node, with workers or with its controller."""
+
+    job: str = Field(description="Id of the job.")
+    workers: list[str] = Field(description="Names of its workers there.")
+    controller: bool = Field(False, description="Whether its controller is there.")
+
+
 class NodeOut(_Wire):
-    """One machine of the cluster: what it has and what is free of it."""
+    """One machine of the cluster: what it has, what is free of it, and who is on it."""
 
     id: str
     address: str
@@ -252,20 +266,45 @@ class NodeOut(_Wire):
     gpus_free: float
     memory_bytes: int
     memory_free_bytes: int
+    head: bool = Field(False, description="Whether the cluster ends with it; it cannot be drained.")
+    draining: bool = Field(False, description="Whether it gets no new work, and jobs move off it.")
+    deadline: float | None = Field(None, description="When a draining node may be gone; null: not said.")
+    jobs: list[NodeJobOut] = Field(
+        default_factory=list, description="Live jobs that are there, as seen within the last seconds."
+    )
 
     @classmethod
-    def of(cls, node: NodeView) -> Self:
-        return cls.model_validate(node, from_attributes=True)
+    def of(cls, use: NodeUse) -> Self:
+        jobs = [
+            NodeJobOut(job=one.job_id, workers=list(one.workers), controller=one.controller)
+            for one in use.jobs
+        ]
+        return cls(**asdict(use.node), jobs=jobs)
 
 
-class ClusterOut(_Wire):
+class NodesOut(_Wire):
     """The cluster's machines."""
 
     nodes: list[NodeOut]
 
     @classmethod
-    def of(cls, view: ClusterView) -> Self:
-        return cls(nodes=[NodeOut.of(node) for node in view.nodes])
+    def of(cls, used: list[NodeUse]) -> Self:
+        return cls(nodes=[NodeOut.of(use) for use in used])
+
+
+class DrainIn(BaseModel):
+    """A node is to be taken away: why, and when."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    reason: str = Field("asked for", min_length=1, max_length=200, description="For people.")
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        le=30 * 86_400,
+        allow_inf_nan=False,
+        description="Seconds from now until it may be gone; null: whenever its jobs have left it.",
+    )
 
 
 class BudgetOut(_Wire):

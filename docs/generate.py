@@ -41,6 +41,9 @@ _ACROSS_FIELDS = (
 _FURTHER_CODES = (
     ("unknown_rank", 404, "The job has never had this rank."),
     ("unknown_worker", 404, "The job has no log of this worker."),
+    ("unknown_node", 404, "The cluster has no such node."),
+    ("node_gone", 409, "The node is gone already, so it cannot be drained."),
+    ("head_node", 409, "The node is the head of the Ray cluster, which ends with it; it cannot be drained."),
     ("unknown_route", 404, "Nothing is served under the path."),
     ("invalid_cursor", 422, "The cursor is not one that a page of jobs returned."),
     ("idempotency_conflict", 412, "The idempotency key was used with another specification."),

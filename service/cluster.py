@@ -13,7 +13,11 @@ from workers.spec import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One machine of the cluster: what it has and what is free of it."""
+    """One machine of the cluster: what it has and what is free of it.
+
+    draining  it gets no new work, and jobs move off it; `deadline` in Unix seconds, None where there is none
+    head      the cluster ends with it
+    """
 
     id: str
     address: str
@@ -24,6 +28,9 @@ class NodeView:
     gpus_free: float
     memory_bytes: int
     memory_free_bytes: int
+    draining: bool = False
+    deadline: float | None = None
+    head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +42,24 @@ class ClusterView:
     @property
     def alive(self) -> tuple[NodeView, ...]:
         """The nodes that take work."""
-        return tuple(node for node in self.nodes if node.alive)
+        return tuple(node for node in self.nodes if node.alive and not node.draining)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """A worker of a job, its rank, and the id of its node (None: not known yet)."""
+
+    worker: str
+    rank: int
+    node: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerStatus:
-    """What a job's controller says of itself. `last_seq` is the number of its newest log entry."""
+    """What a job's controller says of itself, and where it and the workers are.
+
+    `last_seq` is the number of its newest log entry, `node` the id of its own node.
+    """
 
     phase: str
     generation: int
@@ -49,6 +68,8 @@ class ControllerStatus:
     step: int
     last_seq: int
     attempt: int
+    node: str = ""
+    workers: tuple[WorkerPlace, ...] = ()
 
 
 class Cluster(Protocol):
@@ -66,6 +87,12 @@ class Cluster(Protocol):
 
     def view(self) -> ClusterView:
         """The nodes now."""
+
+    def drain(self, node_id: str, *, why: str, deadline: float | None) -> None:
+        """Have a node that lives get no new work, so that jobs move off it; `deadline` in Unix seconds.
+
+        A later call replaces the deadline. Nobody ends the node but itself, once it has nothing to do.
+        """
 
     def start_job(self, job_id: str, spec: JobSpec, *, attempt: int, wanted: int) -> None:
         """Create the job's controller and start it; nothing where this attempt's is there already.

@@ -13,7 +13,7 @@ from typing import Any
 
 from service import jobs, planner
 from service.changes import Changes
-from service.cluster import Cluster, ClusterView
+from service.cluster import Cluster, ClusterView, NodeView
 from service.collector import Collector
 from service.errors import ClusterUnavailable, DoesNotFit, InvalidRequest, NotFound, WrongState
 from service.jobs import ACTIVE, Job, JobState, Note, Outcome
@@ -34,6 +34,23 @@ MAX_WAIT_S = 60.0
 _MAX_NAME = 200
 
 _log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class JobOnNode:
+    """What of a live job is on a node: workers, by name, and perhaps its controller."""
+
+    job_id: str
+    workers: tuple[str, ...]
+    controller: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUse:
+    """A node, and the live jobs that are on it."""
+
+    node: NodeView
+    jobs: tuple[JobOnNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +257,36 @@ class ControlPlane:
         """The committed checkpoints, newest last."""
         return manifest.scan(self._folder(job_id).checkpoints)
 
-    def cluster(self) -> ClusterView:
-        """The nodes now."""
-        return self._cluster.view()
+    def nodes(self) -> list[NodeUse]:
+        """The nodes now, with what of jobs was on them when the controllers were last asked."""
+        accounts = sorted(self._keeper.accounts.items())
+        used = []
+        for node in self._cluster.view().nodes:
+            here = [
+                JobOnNode(
+                    job_id,
+                    tuple(place.worker for place in said.workers if place.node == node.id),
+                    said.node == node.id,
+                )
+                for job_id, said in accounts
+            ]
+            used.append(NodeUse(node, tuple(one for one in here if one.workers or one.controller)))
+        return used
+
+    def drain(self, node_id: str, *, why: str, deadline_s: float | None, who: str) -> NodeUse:
+        """Have a node get no new work and the jobs on it move to others, within `deadline_s` from now.
+
+        Asking again changes nothing, but for a deadline that comes earlier than the one that stands. Raises
+        NotFound (unknown_node), and WrongState (node_gone, head_node) for one that cannot be drained.
+        """
+        who, why = _bounded(who, "the name of who asks"), _bounded(why, "the reason")
+        node = _node(self._cluster.view(), node_id)
+        deadline = None if deadline_s is None else self._clock() + deadline_s
+        sooner = deadline is not None and (node.deadline is None or deadline < node.deadline)
+        if not node.draining or sooner:
+            self._cluster.drain(node.id, why=f"{why} ({who})", deadline=deadline)
+            _log.info("a node is drained", node=node.id, why=why, who=who, deadline_s=deadline_s)
+        return next(use for use in self.nodes() if use.node.id == node.id)
 
     def wait_for_change(self, job_id: str | None, after_id: int, timeout_s: float) -> bool:
         """Wait until the job's timeline, or anyone's, has an entry with id > after_id; False if it did not.
@@ -276,6 +320,23 @@ class ControlPlane:
 
     def _folder(self, job_id: str) -> JobFolder:
         return JobFolder(self._settings.storage_dir, self._store.get(job_id).id)
+
+
+def _node(view: ClusterView, node_id: str) -> NodeView:
+    """The node, if it can be drained."""
+    details = {"node_id": node_id[:80]}
+    node = next((node for node in view.nodes if node.id == node_id), None)
+    if node is None:
+        raise NotFound(f"the cluster has no node {node_id[:80]!r}", code="unknown_node", details=details)
+    if not node.alive:
+        raise WrongState(f"node {node_id} is gone already", code="node_gone", details=details)
+    if node.head:
+        raise WrongState(
+            f"node {node_id} is the head of the Ray cluster, which ends with it: pause the jobs instead",
+            code="head_node",
+            details=details,
+        )
+    return node
 
 
 def _check(ask: Callable[[], object]) -> str:

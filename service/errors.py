@@ -1,10 +1,10 @@
 """The control plane's errors.
 
     ServiceError
-    |- NotFound             unknown_job, unknown_rank, unknown_worker
+    |- NotFound             unknown_job, unknown_rank, unknown_worker, unknown_node
     |- InvalidSpec          invalid_spec
     |- InvalidRequest       invalid_request, invalid_cursor
-    |- WrongState           wrong_state
+    |- WrongState           wrong_state, node_gone, head_node
     |- ImpossibleResize     impossible_resize
     |- DoesNotFit           job_does_not_fit
     |- Conflict             version_conflict, idempotency_conflict

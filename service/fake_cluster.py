@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.cluster import ClusterView, ControllerStatus, NodeView
+from service.cluster import ClusterView, ControllerStatus, NodeView, WorkerPlace
 from service.errors import ClusterUnavailable, ControllerGone
 from workers.spec import JobSpec
 
@@ -33,6 +33,8 @@ class _Controller:
     wanted: int
     phase: str = "starting"
     world_size: int = 0
+    places: list[str] = field(default_factory=list)
+    """Each worker's node, by rank."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class FakeCluster:
         self.available = True
         self.started: list[tuple[str, int, int]] = []
         """Each (job id, attempt, wanted workers) that a controller was made for."""
+        self.drains: list[tuple[str, str]] = []
+        """Each (node id, reason) that was asked for."""
         self.no_place: str | None = None
         """Where set, the reason for which every resize is refused."""
         self.commands: list[tuple[str, dict[str, Any]]] = []
@@ -58,6 +62,7 @@ class FakeCluster:
         self._lock = threading.RLock()
         self._controllers: dict[str, _Controller] = {}
         self._logs: dict[str, _Log] = {}
+        self._drained: dict[str, float | None] = {}
         self._clock = 1_000_000.0
 
     # The protocol.
@@ -70,21 +75,20 @@ class FakeCluster:
         """Nothing to do."""
 
     def view(self) -> ClusterView:
-        """Equal nodes; running workers take the first places."""
+        """Equal nodes, the first one the head; workers are on the first that had room for them."""
         self._check()
         with self._lock:
-            used = sum(c.world_size * c.spec.resources.cpus for c in self._controllers.values())
-        nodes = []
-        for number in range(self._nodes):
-            here = min(used, self._cpus)
-            used -= here
-            memory = self._memory_bytes
-            nodes.append(
-                NodeView(
-                    f"node-{number}", "127.0.0.1", True, self._cpus, self._cpus - here, 0, 0, memory, memory
-                )
-            )
-        return ClusterView(tuple(nodes))
+            return ClusterView(tuple(self._node(f"node-{number}") for number in range(self._nodes)))
+
+    def drain(self, node_id: str, *, why: str, deadline: float | None) -> None:
+        """Jobs move off the node at once, where there is room."""
+        self._check()
+        with self._lock:
+            self.drains.append((node_id, why))
+            self._drained[node_id] = deadline
+            for job_id, controller in self._controllers.items():
+                if node_id in controller.places:
+                    self._move_off(job_id, node_id)
 
     def start_job(self, job_id: str, spec: JobSpec, *, attempt: int, wanted: int) -> None:
         """A new attempt begins and runs at once."""
@@ -97,7 +101,7 @@ class FakeCluster:
             self._logs.setdefault(job_id, _Log())
             self.started.append((job_id, attempt, wanted))
             self._enter(job_id, "starting")
-            controller.world_size = wanted
+            self._seat(controller, wanted)
             self._logs[job_id].generation += 1
             self._enter(job_id, "running")
 
@@ -139,6 +143,10 @@ class FakeCluster:
                 step=log.step,
                 last_seq=len(log.entries),
                 attempt=controller.attempt,
+                node="node-0",
+                workers=tuple(
+                    WorkerPlace(f"w{rank}", rank, node) for rank, node in enumerate(controller.places)
+                ),
             )
 
     def running_jobs(self) -> set[str]:
@@ -209,11 +217,65 @@ class FakeCluster:
             return
         self._enter(job_id, "resizing")
         log.generation += 1
-        controller.world_size = workers
+        self._seat(controller, workers)
         change = {"old_workers": old, "new_workers": workers, "generation": log.generation}
         seconds = {"stop": 0.1, "form": 0.1, "load": 0.1, "start": 0.1}
         cost = {"pause_s": 0.4, "seconds": seconds, "steps_lost": 0, "at_step": log.step}
         self._event(job_id, "resize", {"who": who, **change, **cost})
+        self._enter(job_id, "running")
+
+    def _node(self, node_id: str) -> NodeView:
+        held = sum(
+            controller.places.count(node_id) * controller.spec.resources.cpus
+            for controller in self._controllers.values()
+        )
+        return NodeView(
+            id=node_id,
+            address="127.0.0.1",
+            alive=True,
+            cpus=self._cpus,
+            cpus_free=self._cpus - held,
+            gpus=0,
+            gpus_free=0,
+            memory_bytes=self._memory_bytes,
+            memory_free_bytes=self._memory_bytes,
+            draining=node_id in self._drained,
+            deadline=self._drained.get(node_id),
+            head=node_id == "node-0",
+        )
+
+    def _seat(self, controller: _Controller, workers: int) -> bool:
+        """Give each worker the first place that there is; False, and the last node, where there is none."""
+        controller.places, seated = [], True
+        controller.world_size = workers
+        for _ in range(workers):
+            nodes = [self._node(f"node-{number}") for number in range(self._nodes)]
+            need = controller.spec.resources.cpus
+            free = [node.id for node in nodes if node.cpus_free >= need and not node.draining]
+            seated = seated and bool(free)
+            controller.places.append(free[0] if free else nodes[-1].id)
+        return seated
+
+    def _move_off(self, job_id: str, node_id: str) -> None:
+        controller, log = self._controllers[job_id], self._logs[job_id]
+        before = list(controller.places)
+        ranks = [rank for rank, node in enumerate(before) if node == node_id]
+        told: dict[str, Any] = {"node": node_id, "deadline": self._drained[node_id]}
+        told |= {"workers": [f"w{rank}" for rank in ranks], "ranks": ranks}
+        self._event(job_id, "drain", {**told, "said": "its workers are moved to other nodes"})
+        if not self._seat(controller, controller.world_size):
+            controller.places = before
+            said = "its workers cannot be moved: the other nodes have no room"
+            self._event(job_id, "drain", {**told, "said": said})
+            return
+        self._enter(job_id, "resizing")
+        log.generation += 1
+        size = controller.world_size
+        change = {"old_workers": size, "new_workers": size, "generation": log.generation}
+        seconds = {"stop": 0.05, "form": 0.1, "move": 0.05, "start": 0.1}
+        cost = {"pause_s": 0.3, "seconds": seconds, "steps_lost": 0, "at_step": log.step}
+        cause = {"who": "controller", "cause": "drain", "nodes": [node_id]}
+        self._event(job_id, "resize", {**cause, **change, **cost})
         self._enter(job_id, "running")
 
     def _checkpoint(self, job_id: str, reason: str) -> None:
@@ -222,7 +284,7 @@ class FakeCluster:
         self._event(job_id, "checkpoint", {**data, "reason": reason})
 
     def _end(self, job_id: str, phase: str, reason: str | None = None) -> None:
-        self._controllers[job_id].world_size = 0
+        self._seat(self._controllers[job_id], 0)
         self._enter(job_id, phase, reason)
 
     def _enter(self, job_id: str, phase: str, reason: str | None = None) -> None:

@@ -73,6 +73,9 @@ class Job:
     generation, step, loss   as last reported by the cluster
     cursor             number of the last entry read from the controller's log
     controller_losses  times the controller was started again since the last checkpoint
+    began_at, seen_at  times of the attempt's first phase event and of its last entry; None: there is none
+    productive_s       seconds of rank 0 in the attempt's steps that count; those done again count once
+    productive_step    the last of these steps
     """
 
     id: str
@@ -94,6 +97,17 @@ class Job:
     finished_at: float | None = None
     cursor: int = 0
     controller_losses: int = 0
+    began_at: float | None = None
+    seen_at: float | None = None
+    productive_s: float = 0.0
+    productive_step: int = 0
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of the attempt's time, up to its last entry, that went into steps that count; or None."""
+        if self.began_at is None or self.seen_at is None or not self.productive_s:
+            return None
+        return min(1.0, self.productive_s / max(self.seen_at - self.began_at, self.productive_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +238,7 @@ def observed(job: Job, entry: Event | RankReport, *, now: float) -> Job:
     """The job after an entry of its controller's log. Entries of a generation that is past change nothing."""
     if entry.generation < job.generation:
         return job
-    job = replace(job, generation=entry.generation, updated_at=now)
+    job = _productive(replace(job, generation=entry.generation, updated_at=now), entry)
     if isinstance(entry, RankReport):
         workers = entry.world_size if job.state in LIVE else job.workers
         return replace(job, step=entry.step, loss=entry.loss, workers=workers)
@@ -238,6 +252,33 @@ def observed(job: Job, entry: Event | RankReport, *, now: float) -> Job:
         case "resize_refused":
             job = _observed_refusal(job, entry)
     return job
+
+
+def _productive(job: Job, entry: Event | RankReport) -> Job:
+    """Keep the account of time well spent, while the attempt is under way."""
+    if entry.type == "event" and entry.kind == "phase":
+        if entry.data["attempt"] != job.attempt:
+            return job
+        if entry.data["phase"] == "starting":
+            at = entry.time
+            return replace(job, began_at=at, seen_at=at, productive_s=0.0, productive_step=0)
+    if job.began_at is None or job.state not in LIVE:
+        return job
+    job = replace(job, seen_at=max(entry.time, job.seen_at or entry.time))
+    if isinstance(entry, Event):
+        return _by_the_controllers_account(job, entry)
+    if entry.rank or entry.step <= job.productive_step:
+        return job
+    return replace(job, productive_s=job.productive_s + entry.step_s, productive_step=entry.step)
+
+
+def _by_the_controllers_account(job: Job, entry: Event) -> Job:
+    """Where an event carries `productive_s`: after a recovery, what is done again is taken out of it."""
+    known = entry.data.get("productive_s")
+    if known is None:
+        return job
+    step = min(job.productive_step, int(entry.data.get("at_step", job.productive_step)))
+    return replace(job, productive_s=float(known), productive_step=step)
 
 
 def _observed_phase(job: Job, entry: Event, now: float) -> Job:

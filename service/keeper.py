@@ -6,7 +6,7 @@ What is to be done is decided by the pure functions of `service.scheduler` and `
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,12 +60,19 @@ class Keeper:
         self._next_status = 0.0
         self._failures: dict[str, _Failure] = {}
         self._silent: set[str] = set()
+        self._accounts: dict[str, ControllerStatus] = {}
+
+    @property
+    def accounts(self) -> Mapping[str, ControllerStatus]:
+        """What each live job's controller said of itself when it was last asked."""
+        return self._accounts
 
     def round(self) -> None:
         """Raises ClusterUnavailable where the cluster cannot be reached; one job's trouble is only logged."""
         self._cluster.connect()
         present = self._cluster.running_jobs()
         live = {job.id: job for job in self._store.in_states(LIVE)}
+        self._accounts = {job_id: said for job_id, said in self._accounts.items() if job_id in live}
         for job_id in sorted(present - live.keys()):
             self._guarded(job_id, self._release)
         for job in live.values():
@@ -145,6 +152,7 @@ class Keeper:
         round finds the job without a controller and goes on from there.
         """
         status, job = self._cluster.status(job_id), self._store.get(job_id)
+        self._accounts[job_id] = status
         over = status.phase not in _GOING and status.phase != "pausing" and status.last_seq == job.cursor
         silent = over and job.state in LIVE
         # Twice, as a controller is over for a moment before its log says so.

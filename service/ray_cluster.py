@@ -15,10 +15,11 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from service.cluster import ClusterView, ControllerStatus, NodeView
+from service.cluster import ClusterView, ControllerStatus, NodeView, WorkerPlace
 from service.errors import ClusterUnavailable, ControllerGone, ServiceError
 from service.journal import logger
 from service.local_ray import LocalRay
@@ -77,6 +78,10 @@ class RayCluster:
         """The nodes now."""
         return ClusterView(tuple(NodeView(**node) for node in self._call("view")))
 
+    def drain(self, node_id: str, *, why: str, deadline: float | None) -> None:
+        """Have a node get no new work."""
+        self._call("drain", node_id=node_id, why=why, deadline=deadline)
+
     def start_job(self, job_id: str, spec: JobSpec, *, attempt: int, wanted: int) -> None:
         """Create and start the controller of this attempt."""
         self._call(
@@ -100,7 +105,11 @@ class RayCluster:
 
     def status(self, job_id: str) -> ControllerStatus:
         """What the job's controller says of itself."""
-        return ControllerStatus(**self._call("status", job_id=job_id))
+        account = self._call("status", job_id=job_id)
+        # A controller of a newer release may say more.
+        known = {field.name: account[field.name] for field in fields(ControllerStatus)}
+        places = tuple(WorkerPlace(**place) for place in account["workers"])
+        return ControllerStatus(**known | {"workers": places})
 
     def running_jobs(self) -> set[str]:
         """Ids of the jobs that have a controller."""

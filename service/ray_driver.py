@@ -25,6 +25,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from workers import nodes as nodes_of_ray
 from workers.naming import RAY_NAMESPACE, controller_name
 
 THREADS = 16
@@ -33,6 +34,7 @@ THREADS = 16
 CONTROLLER_THREADS = 4
 """Methods of a controller answered at one time: a long read is not to hold up a cancel."""
 
+_HEAD_RESOURCE = "node:__internal_head__"
 _CALL_TIMEOUT_S = 5.0
 _CREATION_TIMEOUT_S = 30.0
 _RELEASE_TIMEOUT_S = 10.0
@@ -99,6 +101,7 @@ def connect(address: str) -> dict[str, str]:
 def view() -> list[dict[str, Any]]:
     """The nodes with their total and free resources."""
     free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    drained = nodes_of_ray.draining()
     nodes = []
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         total, left = node["Resources"], free.get(node["NodeID"], {})
@@ -113,9 +116,17 @@ def view() -> list[dict[str, Any]]:
                 "gpus_free": left.get("GPU", 0.0),
                 "memory_bytes": int(total.get("memory", 0)),
                 "memory_free_bytes": int(left.get("memory", 0)),
+                "draining": node["NodeID"] in drained,
+                "deadline": drained.get(node["NodeID"]),
+                "head": _HEAD_RESOURCE in total,
             }
         )
     return nodes
+
+
+def drain(node_id: str, why: str, deadline: float | None) -> None:
+    """Have Ray put no more work on a node."""
+    nodes_of_ray.drain(node_id, why=why, deadline=deadline)
 
 
 def start_job(job_id: str, spec: dict[str, Any], storage: str, attempt: int, wanted: int) -> None:
@@ -202,7 +213,7 @@ def _get(reference: Any, *, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     operation.__name__: operation
-    for operation in (connect, view, start_job, command, read, status, running_jobs, release)
+    for operation in (connect, view, drain, start_job, command, read, status, running_jobs, release)
 }
 
 

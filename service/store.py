@@ -41,7 +41,10 @@ from workers.spec import JobSpec
 EntryType = Literal["event", "report"]
 
 _BUSY_TIMEOUT_S = 15
-_PROGRESS = frozenset({"updated_at", "reason", "workers", "generation", "step", "loss", "cursor", "version"})
+_PROGRESS = frozenset(
+    {"updated_at", "reason", "workers", "generation", "step", "loss", "cursor", "version"}
+    | {"began_at", "seen_at", "productive_s", "productive_step"}
+)
 """Fields that follow the training: their change does not raise the version."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _Number = BigInteger().with_variant(Integer, "sqlite")
 """SQLite counts up by itself only in a column of type INTEGER."""
@@ -52,6 +52,10 @@ class JobRow(Base):
     finished_at: Mapped[float | None]
     cursor: Mapped[int] = mapped_column(BigInteger)
     controller_losses: Mapped[int]
+    began_at: Mapped[float | None]
+    seen_at: Mapped[float | None]
+    productive_s: Mapped[float]
+    productive_step: Mapped[int] = mapped_column(BigInteger)
 
     __table_args__ = (Index("jobs_by_state", "state", "number"),)
 

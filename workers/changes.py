@@ -21,6 +21,8 @@ class Change:
     old_workers: int = 0
     target: int | None = None
     """World size that was decided on; None: whatever is wanted at the time."""
+    without: frozenset[str] = frozenset()
+    """Members that are to leave, by name, whatever the number."""
     patience_s: float = 0.0
     asked_at: float | None = None
     """When the group was asked to stop."""

@@ -15,11 +15,13 @@ from typing import Any
 from workers import policies
 from workers.changes import Change
 from workers.commands import Resize
+from workers.draining import Departure, Nodes, Relocation
 from workers.goodput import Goodput
 from workers.group import Group, Handle
 from workers.ledger import Ledger
 from workers.log import JobLog
 from workers.losses import Losses
+from workers.mover import Mover
 from workers.orders import Orders
 from workers.policies import (
     Bounds,
@@ -35,6 +37,7 @@ from workers.policies import (
     Stopped,
     Wait,
 )
+from workers.progress import Vigil
 from workers.protocol import Begun, Wish
 from workers.reports import Phase
 from workers.spec import JobSpec
@@ -87,7 +90,14 @@ class Conductor:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        nodes: Callable[[], Nodes] = Nodes,
+        leave_node: Callable[[], None] | None = None,
     ) -> None:
+        """nodes: the cluster's nodes as they are now, quickly.
+
+        leave_node: ends this process so that it is started again on a node that takes work. It is called, as
+        the last thing, when the own node is drained, the job is saved and its workers are gone. None: never.
+        """
         history = log.history
         self._spec = spec
         self._attempt = attempt
@@ -125,6 +135,22 @@ class Conductor:
         self._seeking_since: float | None = None
         self._resizing = Change()
         self._held: list[dict[str, Any]] = []
+        self._leave_node = leave_node
+        self._relocating = False
+        self._mover = Mover(
+            group=group,
+            least=spec.workers.min,
+            nodes=nodes,
+            tell=lambda data: self._event("drain", data),
+            clock=clock,
+            wall=wall,
+            patience_s=spec.elastic.capacity_wait_s,
+            relocates=leave_node is not None,
+        )
+        elastic = spec.elastic
+        self._vigil = Vigil(
+            stuck_after_s=elastic.stuck_after_s, slow_share=elastic.slow_share, slow_steps=elastic.slow_steps
+        )
 
     @property
     def world_size(self) -> int:
@@ -135,8 +161,21 @@ class Conductor:
         """Seconds of this attempt in steps that count."""
         return self._goodput.productive_s
 
+    @property
+    def node(self) -> str:
+        """The cluster's id of the node that this process is on."""
+        return self._group.node
+
+    @property
+    def places(self) -> list[tuple[str, str | None]]:
+        """Each member's name and node, by rank."""
+        return self._group.places()
+
     def run(self) -> None:
-        """Conduct the attempt to its final phase. All its workers are gone before that phase is logged."""
+        """Conduct the attempt to its final phase, or until this process is to go on elsewhere.
+
+        All its workers are gone before that phase is logged.
+        """
         crash: dict[str, Any] | None = None
         try:
             phase, reason = self._conduct()
@@ -152,6 +191,8 @@ class Conductor:
             self._event("error", crash)
         self.ended_at = self._wall()
         self._enter(phase, reason)
+        if not phase.final and self._leave_node:
+            self._leave_node()
 
     # The sequence
 
@@ -163,6 +204,8 @@ class Conductor:
             match ending:
                 case Finished():
                     return Phase.SUCCEEDED, None
+                case Stopped(reason=Wish.PAUSE) if self._relocating and not self._orders.pause:
+                    return Phase.RECOVERING, "the controller starts again on another node"
                 case Stopped(reason=Wish.PAUSE):
                     return Phase.PAUSED, f"paused by {self._orders.pause}"
                 case GivenUp(reason=reason):
@@ -204,7 +247,7 @@ class Conductor:
             decision = policies.assemble(
                 wanted=change.target or self._orders.wanted,
                 bounds=self._bounds,
-                survivors=len(group.participants),
+                survivors=sum(handle.name not in change.without for handle in group.participants),
                 joiners=group.counts(),
                 hold_off_s=self._losses.hold_off_s(self._clock()),
                 waited_s=self._clock() - since,
@@ -218,7 +261,7 @@ class Conductor:
                     group.seek(count)
                     since = self._clock()
                 case Proceed(workers=workers, reason=reason):
-                    group.enrol(workers)
+                    group.enrol(workers, without=change.without)
                     if reason:
                         self._enter(self.phase, f"going on with {workers} workers: {reason}")
                     return None
@@ -279,6 +322,8 @@ class Conductor:
             return
         if self._orders.take_checkpoint():
             self._group.ask(Wish.CHECKPOINT)
+        if self._move_off():
+            return
         order = self._orders.resize
         if order is not None:
             self._resize(order)
@@ -325,6 +370,28 @@ class Conductor:
                 self._group.drop(count)
             case Proceed(workers=workers):
                 self._change_to(workers, who=CONTROLLER, cause=GROWN_BACK)
+
+    def _move_off(self) -> bool:
+        """Leave nodes that are drained; whether that is under way, so that nothing else is."""
+        order = self._orders.resize
+        target = order.workers if order else self.world_size
+        match self._mover.look(target=target, joiner_fault=self._joiner_fault()):
+            case None:
+                return False
+            case Departure(workers=workers, without=without, nodes=nodes):
+                self._resizing = Change(
+                    event="resize",
+                    details={"who": order.who if order else CONTROLLER, "cause": "drain", "nodes": nodes},
+                    old_workers=self.world_size,
+                    target=workers,
+                    without=without,
+                    asked_at=self._wall(),
+                )
+                self._stop(Wish.RESIZE, Phase.RESIZING, f"off drained nodes {', '.join(nodes)}")
+            case Relocation(reason=reason):
+                self._relocating = True
+                self._stop(Wish.PAUSE, Phase.RECOVERING, reason)
+        return True
 
     # Steps of the sequence
 
@@ -475,9 +542,18 @@ class Conductor:
         self._orders.wait(self._limits.placing_tick_s if placing else self._limits.tick_s)
         if self._orders.cancel:
             raise _Cancelled
-        self._held += self._group.round()
+        notices = self._group.round()
+        self._held += notices
         if not self._forming:
             self._flush()
+        self._watch(notices)
+
+    def _watch(self, notices: list[dict[str, Any]]) -> None:
+        """Tell who holds the others up; one that does so for too long is treated as dead."""
+        for found in self._vigil.look(now=self._clock(), pulses=self._group.pulses(), reports=notices):
+            self._event(found.kind, found.data)
+            if found.dead:
+                self._group.give_up(found.dead, found.cause)
 
     def _flush(self) -> None:
         """Log the notices collected: reports in one piece, checkpoints as events."""

@@ -5,6 +5,7 @@ it, so none is orphaned. If its process dies, Ray starts it again: the log says 
 way, and the new process goes on from the last checkpoint by itself.
 """
 
+import os
 import re
 import sys
 import threading
@@ -20,6 +21,7 @@ from workers.goodput import goodput
 from workers.group import Group
 from workers.log import JobLog
 from workers.naming import JobFolder
+from workers.nodes import NodeWatch
 from workers.orders import Orders
 from workers.policies import Bounds
 from workers.reports import Phase
@@ -82,6 +84,8 @@ class JobController:
             ),
             checkpoints=folder.checkpoints,
             limits=limits,
+            nodes=NodeWatch(),
+            leave_node=_leave_node,
         )
         if self._final is None:
             threading.Thread(target=self._conduct, name="conductor", daemon=True).start()
@@ -124,6 +128,11 @@ class JobController:
             "productive_s": productive_s,
             "elapsed_s": elapsed_s,
             "goodput": goodput(productive_s, elapsed_s),
+            "node": conductor.node,
+            "workers": [
+                {"worker": worker, "rank": rank, "node": node}
+                for rank, (worker, node) in enumerate(conductor.places)
+            ],
         }
 
     def _phase(self) -> Phase:
@@ -135,6 +144,11 @@ class JobController:
         except Exception:  # the log itself cannot be written: there is no better place left to tell it
             traceback.print_exc(file=sys.stderr)
             self._final = Phase.FAILED
+
+
+def _leave_node() -> None:
+    """End this process as if it had been killed: Ray starts the actor again, on a node that takes work."""
+    os._exit(1)
 
 
 def _next_number(worker_logs: Path) -> int:

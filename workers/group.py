@@ -9,7 +9,7 @@ Decides nothing: the conductor says who is sought, enrolled and retired.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.actor import THREADS, WorkerActor
 from workers.policies import Joiners, Member
+from workers.progress import Pulse
 from workers.protocol import Assignment, Begun, Failure, Fault, Outcome, Poll, Readiness, Wish
 from workers.spec import JobSpec
 
@@ -68,6 +69,11 @@ class Handle:
     collected: int = 0
     news: int = -1
     """What the next poll is to be compared with: see `workers.protocol.Poll`."""
+
+    @property
+    def node(self) -> str | None:
+        """The cluster's id of the node that it runs on, once it has said so."""
+        return self.readiness.node if self.readiness else None
 
     @property
     def fault(self) -> Failure | None:
@@ -121,6 +127,15 @@ class Group:
 
     # Who is there
 
+    @property
+    def node(self) -> str:
+        """The cluster's id of the node that this process, the controller, is on."""
+        return self._node
+
+    def places(self) -> list[tuple[str, str | None]]:
+        """Each member's name and node, by rank."""
+        return [(handle.name, handle.node) for handle in self.members]
+
     def counts(self) -> Joiners:
         """The joiners by how far they are."""
         ready = sum(handle.ready for handle in self.joiners)
@@ -148,6 +163,27 @@ class Group:
     def outcome(self, handle: Handle) -> Outcome | None:
         poll = handle.poll
         return poll.outcome if poll and poll.generation == self._generation else None
+
+    def pulses(self) -> list[Pulse]:
+        """Each member as it was last heard of; none until all have been told to begin the generation."""
+        if any(handle.told != self._generation for handle in self.members):
+            return []
+        return [
+            Pulse(
+                rank=rank,
+                worker=handle.name,
+                node=handle.node or "",
+                generation=self._generation,
+                poll=handle.poll,
+            )
+            for rank, handle in enumerate(self.members)
+        ]
+
+    def give_up(self, worker: str, cause: str) -> None:
+        """Count a member as dead, whatever its process does."""
+        for handle in self.members:
+            if handle.name == worker and handle.death is None:
+                handle.death = cause
 
     def begun(self) -> tuple[Begun, ...] | None:
         """How each rank began to train in the current generation; None until all of them have."""
@@ -178,16 +214,18 @@ class Group:
         short = {name: placing * amount - free.get(name, 0.0) for name, amount in self._bundle().items()}
         return {name: amount for name, amount in short.items() if amount > 0}
 
-    def enrol(self, count: int) -> None:
+    def enrol(self, count: int, *, without: Collection[str] = ()) -> None:
         """Make the first `count` of members, leavers and ready joiners the members of the next generation.
 
-        Of the others, those that may hold state are to leave with it, and joiners go on joining.
+        Not those named `without`. Of the others, those that may hold state are to leave with it, and joiners
+        go on joining.
         """
-        inside = self.participants
+        inside = [handle for handle in self.participants if handle.name not in without]
         ready = [joiner for joiner in self.joiners if joiner.ready]
         assert len(inside) + len(ready) >= count, "only as many are enrolled as are ready"
+        before = self.participants
         self.members = [*inside, *ready][:count]
-        self.leavers = inside[count:]
+        self.leavers = [handle for handle in before if handle not in self.members]
         self.joiners = [joiner for joiner in self.joiners if joiner not in self.members]
 
     def dismiss_leavers(self) -> None:
@@ -203,6 +241,10 @@ class Group:
         if resources.memory_bytes:
             bundle["memory"] = resources.memory_bytes
         return bundle
+
+    def drop_from(self, nodes: Collection[str]) -> None:
+        """Let joiners go that have come to be on these nodes."""
+        self.retire([joiner for joiner in self.joiners if joiner.node in nodes])
 
     def drop(self, count: int) -> None:
         """Let `count` joiners go, those that have come least far first."""

@@ -186,7 +186,9 @@ class TrainingLoop:
     def _micro_batch(self, step: int, micro_batch: int) -> list[int]:
         """Forward and backward of one micro-batch; returns the ids of its samples."""
         ids = self._batches.ids(step, micro_batch)
-        inputs, targets = (torch.from_numpy(part).to(self._place.device) for part in self._batches.read(ids))
+        with self._engine.doing("data"):
+            parts = self._batches.read(ids)
+            inputs, targets = (torch.from_numpy(part).to(self._place.device) for part in parts)
         # Dropout must not depend on which rank computes the micro-batch, nor on what was drawn before.
         torch.manual_seed(mix(self._spec.seed, step, micro_batch))
         loss = self._engine(inputs, targets)
@@ -200,13 +202,14 @@ class TrainingLoop:
         # No checkpoint covers a step that has not been told: a rank killed after it is not to take with it
         # the account of steps that nobody will repeat.
         self._settle()
-        saved = checkpoint.save(
-            self._engine,
-            self._place.checkpoints,
-            extra={"data": self._batches.fingerprint, "steps": self._spec.steps},
-            generation=self._place.generation,
-            fenced=self._place.fenced,
-        )
+        with self._engine.doing("checkpoint"):
+            saved = checkpoint.save(
+                self._engine,
+                self._place.checkpoints,
+                extra={"data": self._batches.fingerprint, "steps": self._spec.steps},
+                generation=self._place.generation,
+                fenced=self._place.fenced,
+            )
         if self._place.rank == 0:
             # The new one is committed: only now may an older one go.
             manifest.prune(self._place.checkpoints, keep=self._spec.checkpoints.keep)

@@ -142,6 +142,22 @@ class Readiness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Where a worker's training thread is, as another of its threads saw it."""
+
+    step: int
+    """Steps finished."""
+    phase: str
+    """forward, backward, reduce, gather, control, optimizer, data, checkpoint; between them an Activity."""
+    collective: str
+    """The last collective it has come to, in words; empty before the first."""
+    moves: int
+    """Grows with each beginning and end of a phase; while it stands still, so does the rank."""
+    still_s: float
+    """Seconds since it last moved, by the worker's own clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Poll:
     """A worker's account of itself, and its notices numbered (upto - len(notices) + 1) .. upto.
 
@@ -157,3 +173,5 @@ class Poll:
     upto: int
     begun: Begun | None
     outcome: Outcome | None
+    heartbeat: Heartbeat | None = None
+    """None while it has no part in a generation, or no engine yet."""

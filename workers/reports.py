@@ -107,14 +107,28 @@ class RankReport(_Wire):
 
 
 class Event(_Wire):
-    """Something that happened to the job: a phase, a resize, a checkpoint, a loss of a worker, an error."""
+    """Something that happened to the job.
+
+    A phase, a change of its workers (wanted, refused, forced), a worker that was lost, holds the others up or
+    is slow, a node that is drained, a checkpoint, a command, an error.
+    """
 
     type: Literal["event"] = "event"
     seq: int
     time: float = Field(description="Unix seconds.")
     generation: int
     kind: Literal[
-        "phase", "resize", "resize_refused", "recovery", "worker_lost", "checkpoint", "command", "error"
+        "phase",
+        "resize",
+        "resize_refused",
+        "recovery",
+        "worker_lost",
+        "worker_stuck",
+        "worker_slow",
+        "drain",
+        "checkpoint",
+        "command",
+        "error",
     ]
     data: dict[str, Any] = Field(default_factory=dict)
 

@@ -401,15 +401,20 @@ class Elastic(_Section):
         "refused; training goes on. With an autoscaler: longer than a node takes to start.",
     )
     stuck_after_s: PositiveFloat | None = Field(
-        120.0,
-        description="A rank that does not move for so long while the others wait is treated as dead, in "
-        "seconds; null: never.",
+        60.0,
+        description="A rank that does not move for so many seconds while all others wait for it is treated "
+        "as dead; longer than the longest single forward or backward. A warning comes at a third of it. "
+        "Null: never.",
     )
-    slow_share: float = Field(
-        0.25,
+    slow_share: float | None = Field(
+        0.3,
         gt=0,
         lt=1,
-        description="A rank that the others wait for during more than this share of the step is named slow.",
+        description="A rank to which the others lose at least this share of the step is named slow. "
+        "Null: never.",
+    )
+    slow_steps: PositiveInt = Field(
+        10, description="Steps in a row before a rank is named slow, and before it is no longer."
     )
 
 

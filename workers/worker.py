@@ -26,7 +26,7 @@ from workers.loop import Place, TrainingLoop, Wishes
 from workers.models import build_model, load_class, vocabulary
 from workers.naming import JobFolder
 from workers.outbox import Outbox
-from workers.protocol import Activity, Assignment, Begun, Outcome, Poll, Readiness, Wish
+from workers.protocol import Activity, Assignment, Begun, Heartbeat, Outcome, Poll, Readiness, Wish
 from workers.rendezvous import Rendezvous, choose_device
 from workers.spec import CustomModel, JobSpec
 from workers.warm_up import warm_up
@@ -184,6 +184,7 @@ class Worker:
             upto=upto,
             begun=part.begun if part else None,
             outcome=outcome if complete else None,
+            heartbeat=_heartbeat(part) if part else None,
         )
 
     def _ring(self) -> None:
@@ -351,3 +352,21 @@ class Worker:
     def _put(self, part: _Part, notice: dict[str, Any]) -> None:
         part.step = max(part.step, notice["step"])
         self._outbox.put(notice)
+
+
+def _heartbeat(part: _Part) -> Heartbeat | None:
+    """Where the training thread is, seen from another; without a lock, so its parts may be a moment apart."""
+    engine = part.engine
+    if engine is None:
+        return None
+    now = engine.whereabouts
+    moves, moved_at, phase, kind, unit = now.moves, now.moved_at, now.phase, now.collective, now.unit
+    names = engine.collectives.unit_names
+    about = f" of {names[unit] or 'the root unit'}" if 0 <= unit < len(names) else ""
+    return Heartbeat(
+        step=part.step,
+        phase=phase or part.activity.value,
+        collective=f"{kind}{about}",
+        moves=moves,
+        still_s=max(0.0, time.perf_counter() - moved_at),
+    )

@@ -197,7 +197,7 @@ class Collectives:
         """
         assert total.owned.numel() == self._owned(chunk, numel, self.rank), "exactly the owned elements"
         exchange = Exchange(full, chunk, numel, total, active, tag)
-        with self.ledger.timed("reduce"):
+        with self.ledger.timed("reduce", tag):
             if self.native:
                 self._begin_native(exchange)
             else:
@@ -231,7 +231,7 @@ class Collectives:
 
         Reductions are finished in the order in which they were begun.
         """
-        with self.ledger.timed("reduce"):
+        with self.ledger.timed("reduce", exchange.tag):
             if self.native:
                 self._finish_native(exchange)
             else:
@@ -253,7 +253,7 @@ class Collectives:
         works: Pending = []
         if self.world_size == 1:
             return works
-        with self.ledger.timed("gather"):
+        with self.ledger.timed("gather", tag):
             if self.on_gpu:
                 own = full[self.rank * chunk : (self.rank + 1) * chunk]
                 works.append(
@@ -293,17 +293,18 @@ class Collectives:
         if self.on_gpu:
             self.finish_gather(self.begin_gather(full, chunk, numel, kind=kind, tag=tag))
             return
-        self._meet(Notice(Kind.ACCESS, tag, numel))
-        receivers = self.world_size if active is None else active
-        own = self._part(full, chunk, numel, self.rank)
-        works: Pending = []
-        for peer in self._peers():
-            if peer < receivers and own.numel():
-                works.append(self._send(own, peer, kind, tag))
-            theirs = self._part(full, chunk, numel, peer)
-            if self.rank < receivers and theirs.numel():
-                works.append(dist.irecv(theirs, group=self.group, group_src=peer, tag=tag))
-        self._wait(works)
+        with self.ledger.within("gather", tag):
+            self._meet(Notice(Kind.ACCESS, tag, numel))
+            receivers = self.world_size if active is None else active
+            own = self._part(full, chunk, numel, self.rank)
+            works: Pending = []
+            for peer in self._peers():
+                if peer < receivers and own.numel():
+                    works.append(self._send(own, peer, kind, tag))
+                theirs = self._part(full, chunk, numel, peer)
+                if self.rank < receivers and theirs.numel():
+                    works.append(dist.irecv(theirs, group=self.group, group_src=peer, tag=tag))
+            self._wait(works)
 
     def fence(self) -> None:
         """Wait until every rank on this host has come here: what was written may be read, and the reverse."""
@@ -341,9 +342,10 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
         """Copy rank `source`'s tensor to all ranks, in place; used outside of steps."""
         if self.world_size > 1:
-            if not self.on_gpu:
-                self._meet(Notice(Kind.BROADCAST, numel=tensor.numel()))
-            dist.broadcast(tensor, group_src=source, group=self.group)
+            with self.ledger.within("broadcast"):
+                if not self.on_gpu:
+                    self._meet(Notice(Kind.BROADCAST, numel=tensor.numel()))
+                dist.broadcast(tensor, group_src=source, group=self.group)
             if self.rank == source:
                 size = (self.world_size - 1) * tensor.numel() * tensor.element_size()
                 self.ledger.count("broadcast", "network", size)

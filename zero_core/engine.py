@@ -32,6 +32,7 @@ from zero_core.config import ZeroConfig
 from zero_core.errors import ConfigError, UsageError
 from zero_core.freezing import Freezing
 from zero_core.gathering import Gatherer
+from zero_core.ledger import Whereabouts
 from zero_core.links import Purpose
 from zero_core.materialise import Initialise
 from zero_core.memory import (
@@ -272,6 +273,15 @@ class ZeroEngine:
     def micro_batches(self) -> range:
         """The indices, of the step's 0..M-1, that this rank computes: rank, rank + N, rank + 2N, ..."""
         return range(self.rank, self._total, self.world_size)
+
+    @property
+    def whereabouts(self) -> Whereabouts:
+        """What this rank is doing now, for other threads to read."""
+        return self.collectives.ledger.whereabouts
+
+    def doing(self, phase: str) -> AbstractContextManager[None]:
+        """Say in `whereabouts` what the caller does between the engine's own phases."""
+        return self.collectives.ledger.within(phase)
 
     @property
     def learning_rates(self) -> dict[str, float]:
@@ -676,7 +686,8 @@ class ZeroEngine:
         inside = seconds["reduce"] + seconds["gather"]
         began = time.perf_counter()
         try:
-            yield
+            with self.collectives.ledger.within(phase):
+                yield
         finally:
             spent = seconds["reduce"] + seconds["gather"] - inside
             seconds[phase] += time.perf_counter() - began - spent

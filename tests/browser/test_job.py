@@ -6,6 +6,7 @@ import re
 import pytest
 from playwright.sync_api import Locator, expect
 
+from service.fake_cluster import FakeCluster
 from service.jobs import Job
 from tests.browser.conftest import Service, Visitor, wait_until
 
@@ -130,6 +131,30 @@ def test_resizing_asks_first_and_marks_the_curves(job: Job, service: Service, vi
     expect(chart(visitor, "Loss").locator(".mark-resize text")).to_have_text("2→4")
     expect(page.locator(".event[data-kind=resize]")).to_contain_text("2 → 4 workers at step 20 by dashboard")
     expect(figure(visitor, "Workers")).to_contain_text("4")
+
+
+def test_a_drained_node_shows_as_a_pause_by_phase_and_in_the_events(
+    service: Service, visitor: Visitor
+) -> None:
+    service.stop()
+    service.cluster = FakeCluster(cpus=1, nodes=3)
+    service.start()
+    job = service.submit()
+    service.train(job, 5)
+    page = visitor.page
+    visitor.open(f"jobs/{job.id}")
+    expect(page.locator("#connection")).to_have_text("live")
+    expect(figure(visitor, "Goodput")).to_contain_text("% of the time")
+    service.plane.drain("node-1", why="test", deadline_s=300, who="test")
+    told = page.locator(".event[data-kind=drain]")
+    expect(told).to_contain_text("node node-1 with w1: its workers are moved to other nodes")
+    row = page.get_by_role("region", name="Pauses by phase").locator("tbody tr")
+    expect(row).to_have_count(1)
+    cells = row.locator("th, td").all_text_contents()
+    assert cells[:5] == ["5", "resize", "drain", "2 → 2", "300 ms"]
+    assert cells[5:9] == ["50 ms", "100 ms", "100 ms", "50 ms"], "stop, form, start, move"
+    visitor.open("cluster")
+    expect(page.locator(".node .badge")).to_have_text(["alive", "draining", "alive"])
 
 
 def test_a_refused_resize_says_why_and_stays_open(job: Job, service: Service, visitor: Visitor) -> None:

@@ -2,11 +2,13 @@
 
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from service.ray_cluster import RayCluster
 from service.settings import Settings
+from tests.integration.nodes import another_node
 from tests.unit.service.cluster_contract import ClusterContract
 from workers.spec import JobSpec
 
@@ -26,6 +28,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 class TestRayCluster(ClusterContract):
+    @pytest.fixture
+    def spare_node(self, cluster: RayCluster, tmp_path: Path) -> Iterator[str]:
+        with another_node(cluster, tmp_path, cpus=1) as node_id:
+            yield node_id
+
     @pytest.fixture
     def spec(self) -> JobSpec:
         return JobSpec.model_validate(

@@ -87,7 +87,7 @@ def test_a_job_outlives_the_control_plane_and_recovers_from_the_loss_of_its_clus
         plane.cancel(job_id, who="test")
         wait_until(lambda: plane.get(job_id).state is JobState.CANCELLED, timeout_s=240)
         assert time.monotonic() - started < 60
-        assert all(node.cpus_free == node.cpus for node in plane.cluster().alive)
+        assert all(use.node.cpus_free == use.node.cpus for use in plane.nodes())
 
         stored, after = [], 0
         while page := plane.timeline(job_id, after=after, limit=1000):

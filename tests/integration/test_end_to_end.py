@@ -396,7 +396,7 @@ def _assert_same(told: Told, undisturbed: Told) -> None:
 
 
 def _assert_nothing_held(client: Client) -> None:
-    (node,) = client.cluster().nodes
+    (node,) = client.nodes()
     assert node.cpus_free == node.cpus == CPUS
 
 

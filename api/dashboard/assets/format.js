@@ -44,6 +44,11 @@ function trimmed(value) {
   return value.toFixed(size >= 99.95 || Number.isInteger(value) ? 0 : size >= 9.995 ? 1 : 2);
 }
 
+// 0.4237 -> "42.4%".
+export function percent(value) {
+  return known(value) ? `${(value * 100).toFixed(1)}%` : NONE;
+}
+
 export function rate(value) {
   return known(value) ? `${compact(value)} tokens/s` : NONE;
 }

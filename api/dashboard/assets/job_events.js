@@ -1,6 +1,6 @@
 // What a job's events mean to people: one line of text, a tone, and a marker on the curves. Pure.
 
-import { bytes, duration, words } from "./format.js";
+import { bytes, duration, percent, words } from "./format.js";
 
 const by = (data) => (data.who ? ` by ${data.who}` : "");
 const workers = (count) => `${count} ${count === 1 ? "worker" : "workers"}`;
@@ -9,6 +9,17 @@ const phases = (seconds) =>
     .map(([name, value]) => `${words(name)} ${duration(value)}`)
     .join(", ");
 const onRank = ({ rank }) => (rank === undefined || rank === null ? "" : `rank ${rank}`);
+// What a change cost beside its time, as far as it was told.
+const moved = (data) =>
+  (data.steps_repeated ? `, ${data.steps_repeated} repeated` : "") +
+  (data.bytes_moved === undefined ? "" : `, ${bytes(data.bytes_moved)} moved`) +
+  (data.source ? `, state from ${words(data.source)}` : "");
+const missing = (data) =>
+  data.missing && Object.keys(data.missing).length
+    ? ` (missing: ${Object.entries(data.missing)
+        .map(([name, amount]) => `${amount} ${name}`)
+        .join(", ")})`
+    : "";
 const reason = (data) => (data.reason ? `: ${data.reason}` : "");
 
 const TEXTS = {
@@ -21,11 +32,24 @@ const TEXTS = {
   resize: (data) =>
     `${data.old_workers} → ${workers(data.new_workers)} at step ${data.at_step}${by(data)}; ` +
     `paused ${duration(data.pause_s)}${data.seconds ? ` (${phases(data.seconds)})` : ""}, ` +
-    `${data.steps_lost ?? 0} steps lost`,
-  resize_refused: (data) => `${workers(data.wanted)} refused, going on with ${data.workers}${reason(data)}`,
+    `${data.steps_lost ?? 0} steps lost${moved(data)}${data.cause ? `: ${data.cause}` : ""}`,
+  resize_refused: (data) =>
+    `${workers(data.wanted)} refused, going on with ${data.workers}${reason(data)}${missing(data)}`,
   recovery: (data) =>
     `${data.old_workers} → ${workers(data.new_workers)} at step ${data.at_step}; ` +
-    `paused ${duration(data.pause_s)}, ${data.steps_lost} steps lost${data.cause ? `: ${data.cause}` : ""}`,
+    `paused ${duration(data.pause_s)}, ${data.steps_lost} steps lost${moved(data)}${data.cause ? `: ${data.cause}` : ""}`,
+  worker_stuck: (data) =>
+    data.rank === null || data.rank === undefined
+      ? data.said
+      : `${onRank(data)} (${data.worker}) at step ${data.step}: ${data.said}` +
+        (data.dead ? "; it is treated as dead" : ""),
+  worker_slow: (data) =>
+    `${onRank(data)} (${data.worker}) ` +
+    (data.over
+      ? "keeps up again"
+      : `is slow: the others lose ${percent(data.share)} of the step to it, ${duration(data.seconds)}`),
+  drain: (data) =>
+    `node ${String(data.node).slice(0, 12)}${data.workers?.length ? ` with ${data.workers.join(", ")}` : ""}: ${data.said}`,
   worker_lost: (data) =>
     `${onRank(data) || "a worker"}${data.worker ? ` (${data.worker})` : ""} at step ${data.step}${data.cause ? `: ${data.cause}` : ""}`,
   checkpoint: (data) =>
@@ -38,6 +62,8 @@ const TONES = {
   resize_refused: "warning",
   recovery: "warning",
   worker_lost: "danger",
+  worker_slow: "warning",
+  drain: "warning",
   error: "danger",
 };
 
@@ -53,6 +79,8 @@ export function eventTone(event) {
   if (state === "failed") return "danger";
   if (state === "recovering") return "warning";
   if (state === "succeeded") return "good";
+  if (event.kind === "worker_stuck") return event.data.dead ? "danger" : "warning";
+  if (event.kind === "worker_slow" && event.data.over) return "good";
   return TONES[event.kind] ?? "neutral";
 }
 

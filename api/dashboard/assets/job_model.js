@@ -6,6 +6,8 @@ import { Series } from "./series.js";
 
 const EVENTS_KEPT = 500;
 const MARKERS_KEPT = 300;
+const PAUSES_KEPT = 100;
+const PAUSES = new Set(["resize", "recovery"]);
 
 export const FINISHED = new Set(["succeeded", "failed", "cancelled"]);
 export const ACTIVE = new Set(["starting", "running", "resizing", "recovering"]);
@@ -19,6 +21,7 @@ export class JobModel {
     this.events = [];
     this.eventsDropped = 0;
     this.markers = [];
+    this.pauses = [];
     this.ranks = new Map();
     this.generation = -1;
     this.loss = new Series();
@@ -63,6 +66,10 @@ export class JobModel {
       this.eventsDropped += 1;
     }
     if (event.kind === "error") this.error = event;
+    if (PAUSES.has(event.kind)) {
+      this.pauses.push(event);
+      if (this.pauses.length > PAUSES_KEPT) this.pauses.shift();
+    }
     const marker = markerOf(event, eventStep(event) ?? this.loss.lastStep);
     if (marker) this.#addMarker(marker);
   }

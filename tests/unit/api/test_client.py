@@ -33,7 +33,7 @@ def test_a_refusal_has_the_code_and_the_numbers(shared: Running) -> None:
     assert (caught.value.status, caught.value.code) == (422, "invalid_spec")
     assert caught.value.members["errors"][0]["field"] == "steps"
     with Client(shared.url, "wrong") as stranger, pytest.raises(Refused) as caught:
-        stranger.cluster()
+        stranger.nodes()
     assert caught.value.code == "unauthorized"
     with pytest.raises(Refused) as caught:
         list(shared.client.follow("unknown"))
@@ -65,13 +65,13 @@ def test_the_service_is_found_by_its_folder(tmp_path: Path, shared: Running) -> 
         connect(settings)
     ensure_token(settings.token_file)
     with connect(settings) as client, pytest.raises(Refused, match="token"):
-        client.cluster()
+        client.nodes()
     settings.token_file.write_text(TOKEN)
     with connect(settings) as client:
         assert client.ready().ok
         assert client.submit(SPEC).submitted_by.startswith("cli:")
     with connect(settings, url=shared.url, token_file=settings.token_file) as client:
-        assert client.cluster().nodes
+        assert client.nodes()
 
 
 def test_a_service_that_is_gone_is_not_asked(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def _printed(renderable: Any) -> str:
 def test_each_ranks_memory_beside_what_was_predicted() -> None:
     lines = _printed(render.memory_table([_report(3), _report(3, rank=1)])).splitlines()
     assert len(lines) == 5
-    measured = ["1.00", "2.00", "4.00", "8.00", "16.00", "0.00", "3.00", "200.0"]
-    predicted = ["1.00", "2.00", "4.00", "8.00", "16.00", "0.00", "0.00"]
+    measured = ["1.00", "2.00", "4.00", "8.00", "16.00", "0.00", "0.00", "3.00", "200.0"]
+    predicted = ["1.00", "2.00", "4.00", "8.00", "16.00", "0.00", "0.00", "0.00"]
     assert lines[1].split() == ["0", "128", "500", "ms", *measured]
     assert lines[2].split() == predicted
 
@@ -75,7 +75,33 @@ def test_each_ranks_memory_beside_what_was_predicted() -> None:
             _event("resize", old_workers=2, new_workers=4, pause_s=0.5, seconds={"form": 0.03}, steps_lost=0),
             "2 -> 4 workers, paused 500 ms (form 30 ms), steps lost 0",
         ),
+        (
+            _event(
+                "resize",
+                **{"old_workers": 2, "new_workers": 2, "pause_s": 0.3, "seconds": {}, "steps_lost": 0},
+                **{"cause": "drain", "bytes_moved": 3_000_000, "source": "live", "steps_repeated": 1},
+            ),
+            ", 3.00 MB moved, state from live, 1 steps repeated, steps lost 0: drain",
+        ),
         (_event("resize_refused", wanted=9, workers=2, reason="no place"), "9 workers: no place"),
+        (
+            _event("resize_refused", wanted=9, workers=2, reason="no place", missing={"CPU": 3.0}),
+            "9 workers: no place (missing: 3 CPU)",
+        ),
+        (
+            _event("worker_stuck", rank=1, worker="w1", step=7, said="it has not moved", dead=True),
+            "rank 1 (w1) at step 7: it has not moved; it is treated as dead",
+        ),
+        (_event("worker_stuck", rank=None, said="all ranks wait"), "all ranks wait"),
+        (
+            _event("worker_slow", rank=1, worker="w1", share=0.42, seconds=0.2, over=False),
+            "rank 1 (w1): the others lose 42% of the step to it, 200 ms",
+        ),
+        (_event("worker_slow", rank=1, worker="w1", share=0.1, seconds=0.2, over=True), "keeps up again"),
+        (
+            _event("drain", node="0123456789abcdef", workers=["w1"], said="its workers are moved"),
+            "node 0123456789ab with w1: its workers are moved",
+        ),
         (
             _event("recovery", old_workers=2, new_workers=1, pause_s=1.5, steps_lost=3, cause="gone"),
             "2 -> 1 workers, paused 1.50 s, steps lost 3: gone",

@@ -16,7 +16,7 @@ def test_a_job_from_submission_to_its_end(service: Running) -> None:
     assert answer.headers["etag"] == f'"{job["version"]}"'
     assert set(job) == {
         *("id", "name", "state", "reason", "version", "attempt", "workers", "generation", "step", "steps"),
-        *("loss", "submitted_by", "created_at", "updated_at", "finished_at", "spec"),
+        *("loss", "goodput", "submitted_by", "created_at", "updated_at", "finished_at", "spec"),
     }
     assert job["workers"] == {"wanted": 2, "current": 0, "min": 1, "max": 3}
     assert (job["name"], job["state"], job["steps"], job["submitted_by"]) == ("tiny", "queued", 20, "api")
@@ -138,7 +138,7 @@ def test_a_plan_before_the_start(shared: Running) -> None:
 
 
 def test_the_cluster(shared: Running) -> None:
-    (node,) = shared.client.cluster().nodes
+    (node,) = shared.client.nodes()
     assert (node.cpus, node.cpus_free, node.alive) == (4, 4, True)
 
 

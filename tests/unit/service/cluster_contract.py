@@ -1,5 +1,6 @@
 """What every `service.cluster.Cluster` must do. The fake and the one on Ray run the same suite."""
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,10 @@ from workers.spec import JobSpec
 
 
 class ClusterContract:
-    """Subclasses give the fixtures `cluster`, `spec` (2 workers, endless), `job_id`, `timeout_s`."""
+    """Subclasses give the fixtures `cluster`, `spec` (2 workers, endless), `job_id`, `timeout_s`.
+
+    And `spare_node`, the id of a node that is not the head and that nothing runs on.
+    """
 
     @pytest.fixture
     def run(self, cluster: Cluster, spec: JobSpec, job_id: str, timeout_s: float) -> Callable[[], None]:
@@ -61,6 +65,34 @@ class ClusterContract:
         wait_until(lambda: all(n.cpus == n.cpus_free for n in cluster.view().alive), timeout_s=timeout_s)
         cluster.release(job_id)
         assert job_id not in cluster.running_jobs()
+
+    def test_the_workers_nodes_are_known(
+        self, cluster: Cluster, job_id: str, run: Callable[[], None], timeout_s: float
+    ) -> None:
+        run()
+        nodes = {node.id for node in cluster.view().nodes}
+
+        def known() -> bool:
+            return {place.node for place in cluster.status(job_id).workers} <= nodes
+
+        wait_until(known, timeout_s=timeout_s)
+        assert [place.rank for place in cluster.status(job_id).workers] == [0, 1]
+        assert len({place.worker for place in cluster.status(job_id).workers}) == 2
+        cluster.release(job_id)
+
+    def test_a_drained_node_takes_no_more_work(
+        self, cluster: Cluster, spare_node: str, timeout_s: float
+    ) -> None:
+        (head,) = [node for node in cluster.view().nodes if node.head]
+        assert head.id != spare_node
+        assert {head.id, spare_node} <= {node.id for node in cluster.view().alive}
+        deadline = time.time() + 300
+        cluster.drain(spare_node, why="test", deadline=deadline)
+        wait_until(lambda: spare_node not in {node.id for node in cluster.view().alive}, timeout_s=timeout_s)
+        (node,) = [node for node in cluster.view().nodes if node.id == spare_node]
+        # With nothing on it, a node may be gone at once.
+        assert not node.alive or (node.draining and node.deadline == pytest.approx(deadline, abs=0.01))
+        assert head.id in {node.id for node in cluster.view().alive}
 
     def test_a_resize_changes_the_world_size(
         self, cluster: Cluster, job_id: str, run: Callable[[], None], timeout_s: float

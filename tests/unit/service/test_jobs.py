@@ -1,11 +1,14 @@
 """The states, the table, and the pure steps."""
 
+from dataclasses import replace
+
 import pytest
 
 from service import jobs
 from service.errors import ImpossibleResize, WrongState
-from service.jobs import ACTIVE, LIVE, TERMINAL, TRANSITIONS, JobState
+from service.jobs import ACTIVE, LIVE, TERMINAL, TRANSITIONS, Job, JobState, observed
 from tests.unit.service.makers import NOW, event, job_of, phase, report, spec_of
+from workers.reports import Event, RankReport
 
 LATER = NOW + 5
 
@@ -161,3 +164,45 @@ def test_a_new_checkpoint_renews_the_patience_with_lost_controllers() -> None:
 )
 def test_a_lost_controller_fulfils_a_wish_to_stop(state: JobState, after: JobState) -> None:
     assert jobs.controller_lost(job_of(state), cause="gone", limit=2, now=LATER).job.state is after
+
+
+def _through(job: Job, *entries: Event | RankReport) -> Job:
+    for entry in entries:
+        job = observed(job, entry, now=NOW)
+    return job
+
+
+def test_goodput_counts_each_step_of_the_attempt_once() -> None:
+    job = _through(job_of(JobState.STARTING), phase("starting", seq=0))
+    assert job.goodput is None
+    # Steps of 0.1 s: two ranks report each, in seconds 1, 2 and 4 of the attempt.
+    job = _through(job, report(seq=1, step=1), report(seq=2, step=2), report(seq=3, rank=1, step=2))
+    job = _through(job, report(seq=4, step=3))
+    assert job.goodput == pytest.approx(0.3 / 4)
+    # Steps 2 and 3 are done again.
+    job = _through(job, report(seq=5, step=2, generation=2), report(seq=6, step=3, generation=2))
+    assert job.goodput == pytest.approx(0.3 / 6)
+    job = _through(job, report(seq=7, step=4, generation=2))
+    assert job.goodput == pytest.approx(0.4 / 7)
+
+
+def test_goodput_follows_the_controllers_own_account() -> None:
+    job = _through(job_of(JobState.STARTING), phase("starting", seq=0), report(seq=1, step=1))
+    job = _through(job, report(seq=2, step=2))
+    known = {"old_workers": 2, "new_workers": 1, "at_step": 1, "productive_s": 0.15}
+    job = _through(job, event("recovery", known, seq=3, generation=2))
+    assert job.goodput == pytest.approx(0.15 / 3)
+    job = _through(job, report(seq=4, step=2, generation=2))
+    assert job.goodput == pytest.approx(0.25 / 4)
+
+
+def test_goodput_is_the_attempts_and_stays_when_it_is_over() -> None:
+    job = _through(job_of(JobState.STARTING), phase("starting", seq=0), phase("running", seq=1))
+    job = _through(job, report(seq=2, step=1), phase("succeeded", seq=4))
+    assert job.goodput == pytest.approx(0.1 / 4)
+    job = _through(job, event("command", {"kind": "cancel", "who": "ann", "refused": "over"}, seq=1000))
+    assert job.goodput == pytest.approx(0.1 / 4)
+    again = replace(job, state=JobState.STARTING, attempt=2)
+    again = _through(again, phase("starting", seq=10, attempt=1), phase("starting", seq=11, attempt=2))
+    assert again.goodput is None
+    assert _through(again, report(seq=12, step=1, generation=2)).goodput == pytest.approx(0.1)

@@ -204,7 +204,7 @@ def test_another_schema_version_is_refused(url: str, store: Store, tmp_path: Pat
     with sqlite3.connect(tmp_path / "test.db") as connection:
         connection.execute("UPDATE schema_version SET version = 99")
     connection.close()
-    with pytest.raises(StoreError, match="schema version 99, this release needs 1"):
+    with pytest.raises(StoreError, match="schema version 99, this release needs 2"):
         Store(url)
 
 

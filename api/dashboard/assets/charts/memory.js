@@ -12,6 +12,7 @@ export const CATEGORIES = [
   "communication_buffers",
   "activations",
   "padding",
+  "replicas",
   "unattributed",
 ];
 const UNITS = 1000; // of a bar's own coordinate system, over its whole width

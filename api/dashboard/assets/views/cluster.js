@@ -2,7 +2,7 @@
 
 import { getCluster } from "../api.js";
 import { el, replace } from "../dom.js";
-import { bytes, decimal } from "../format.js";
+import { bytes, dateTime, decimal } from "../format.js";
 import { Poll } from "../poll.js";
 import { loading, notice } from "./parts.js";
 
@@ -68,6 +68,9 @@ export class ClusterView {
   }
 }
 
+const stateOf = (node) => (!node.alive ? "dead" : node.draining ? "draining" : "alive");
+const badgeOf = (node) => (!node.alive ? "state-failed" : node.draining ? "state-pausing" : "state-running");
+
 function nodeCard(node) {
   return el(
     "section",
@@ -76,11 +79,22 @@ function nodeCard(node) {
       "h2",
       {},
       node.address,
-      el("span", { class: `badge ${node.alive ? "state-running" : "state-failed"}` }, node.alive ? "alive" : "dead"),
+      el("span", { class: `badge ${badgeOf(node)}` }, stateOf(node)),
     ),
     el("p", { class: "node-id", title: node.id }, node.id.slice(0, ID_SHOWN)),
     node.alive
       ? el("div", { class: "meters" }, RESOURCES.map((resource) => meter(resource, node[resource.total], node[resource.free])))
+      : null,
+    node.draining && node.deadline ? el("p", { class: "card-note" }, `It may be gone at ${dateTime(node.deadline)}.`) : null,
+    node.jobs?.length
+      ? el(
+          "p",
+          { class: "card-note" },
+          node.jobs.map(({ job, workers, controller }) => [
+            el("a", { href: `#/jobs/${encodeURIComponent(job)}` }, job),
+            ` (${[...workers, ...(controller ? ["controller"] : [])].join(", ")}) `,
+          ]),
+        )
       : null,
   );
 }

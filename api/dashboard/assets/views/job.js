@@ -10,6 +10,7 @@ import { FINISHED, JobModel } from "../job_model.js";
 import { JobStream } from "../stream.js";
 import { EventList } from "./events.js";
 import { JobHead } from "./job_head.js";
+import { PauseTable } from "./pauses.js";
 import { RankTable } from "./ranks.js";
 import { SpecCard } from "./spec.js";
 import { loading, notice, section } from "./parts.js";
@@ -156,6 +157,7 @@ export class JobView {
     this.head = new JobHead(this.model, (job) => this.#changed(job));
     this.memory = new MemoryChart();
     this.ranks = new RankTable();
+    this.pauses = new PauseTable();
     this.events = new EventList();
     this.spec = new SpecCard(this.model.job);
     replace(
@@ -164,6 +166,7 @@ export class JobView {
       el("section", { class: "curves", "aria-label": "Curves" }, loss.element, throughput.element, stepTime.element, markerLegend()),
       section("Memory of each rank", this.memory.element),
       section("Ranks at their newest step", this.ranks.element),
+      section("Pauses", this.pauses.element),
       el("div", { class: "columns" }, section("Events", this.events.element), section("Specification", this.spec.element)),
     );
   }
@@ -184,6 +187,7 @@ export class JobView {
     }
     this.memory.update(model.reports);
     this.ranks.update(model.reports);
+    this.pauses.update(model.pauses);
     this.events.update(model.events, model.eventsDropped);
   }
 }

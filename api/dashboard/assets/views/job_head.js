@@ -1,7 +1,7 @@
 // The top of a job's page: name, state and reason, the figures that matter now, and the controls.
 
 import { el, replace, setText } from "../dom.js";
-import { age, compact, dateTime, decimal, duration, integer, unixTime } from "../format.js";
+import { age, compact, dateTime, decimal, duration, integer, percent, unixTime } from "../format.js";
 import { FINISHED } from "../job_model.js";
 import { JobControls } from "./controls.js";
 import { figure, notice, progress, stateBadge } from "./parts.js";
@@ -51,6 +51,7 @@ export class JobHead {
       figure("Step time", duration(report?.step_s)),
       figure("Workers", integer(current), asWanted ? ` of ${min} to ${max}` : ` / ${wanted} wanted`),
       figure("Generation", integer(job.generation)),
+      figure("Goodput", percent(job.goodput), " of the time"),
       this.#time(job, report),
     ];
   }
