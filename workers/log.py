@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from workers.errors import LogError
 from workers.reports import Event, Phase, RankReport
@@ -37,11 +37,18 @@ class History:
     workers: int = 0
     """World size at the last phase event."""
     losses: int = 0
+    """Lost workers, those of lost nodes left out."""
+    nodes_lost: frozenset[str] = frozenset()
+    began_at: float = 0.0
+    """Unix seconds at which the attempt began."""
+    saved_step: int = 0
+    """Step of the attempt's last checkpoint, and its productive seconds up to there."""
+    saved_productive_s: float = 0.0
     cancel: str | None = None
     """Who has asked for the end of this attempt, where it is still to be carried out."""
     pause: str | None = None
 
-    def after(self, entry: dict[str, Any]) -> Self:
+    def after(self, entry: dict[str, Any]) -> "History":
         """The history with one more entry."""
         seen = replace(
             self,
@@ -51,23 +58,39 @@ class History:
         )
         if entry["type"] == "report":
             return replace(seen, step=entry["step"])
-        data = entry["data"]
+        data, changes = entry["data"], dict[str, Any]()
         match entry["kind"]:
             case "phase":
                 if data["attempt"] != self.attempt:
-                    seen = replace(seen, attempt=data["attempt"], losses=0, cancel=None, pause=None)
-                return replace(
-                    seen, phase=Phase(data["phase"]), wanted=data["wanted"], workers=data["workers"]
-                )
+                    seen = History(
+                        last_seq=seen.last_seq,
+                        time=seen.time,
+                        generation=seen.generation,
+                        step=seen.step,
+                        attempt=data["attempt"],
+                        began_at=entry["time"],
+                    )
+                changes = {
+                    "phase": Phase(data["phase"]),
+                    "wanted": data["wanted"],
+                    "workers": data["workers"],
+                }
             case "command" if "refused" not in data:
-                changed = {"resize": "wanted", "cancel": "cancel", "pause": "pause"}.get(data["kind"])
-                value = data["workers"] if data["kind"] == "resize" else data["who"]
-                return replace(seen, **{changed: value}) if changed else seen
+                name = {"resize": "wanted", "cancel": "cancel", "pause": "pause"}.get(data["kind"])
+                if name:
+                    changes = {name: data["workers"] if data["kind"] == "resize" else data["who"]}
             case "resize_refused":
-                return replace(seen, wanted=data["workers"])
+                changes = {"wanted": data["workers"]}
+            case "worker_lost" if data.get("budget") == "node":
+                changes = {"nodes_lost": self.nodes_lost | {data["node"]}}
             case "worker_lost":
-                return replace(seen, losses=self.losses + 1)
-        return seen
+                changes = {"losses": self.losses + 1}
+            case "checkpoint":
+                changes = {
+                    "saved_step": data["step"],
+                    "saved_productive_s": data.get("productive_s", 0.0),
+                }
+        return replace(seen, **changes)
 
 
 class JobLog:
