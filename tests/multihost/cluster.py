@@ -91,7 +91,7 @@ class Cluster:
     @property
     def address(self) -> str:
         """Where Ray is joined, as host:port."""
-        return f"{self.head.address}:{PORT}"
+        return f"{self.switch.hosts[0].address}:{PORT}"
 
     @property
     def environment(self) -> dict[str, str]:

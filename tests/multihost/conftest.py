@@ -1,6 +1,6 @@
 """One cluster of three hosts, the service on its head, and a job that nothing happens to."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.multihost.served import Job, Service
 CPUS = 2
 """Of each host: as many as a worker takes, so that no two share one."""
 
-STEPS = 150
+STEPS = 100
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,20 @@ def service(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     service.start()
     yield service
     service.kill()
+
+
+@pytest.fixture
+def submit(service: Service) -> Iterator[Callable[[dict[str, Any]], Job]]:
+    """Submits jobs; those that a test leaves behind are cancelled, and their places free again."""
+    jobs: list[Job] = []
+
+    def submit(spec: dict[str, Any]) -> Job:
+        jobs.append(service.submit(spec))
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        job.end()
 
 
 @pytest.fixture
@@ -66,7 +80,7 @@ def spec_of(gate: Path, *, wanted: int, **changes: Any) -> dict[str, Any]:
         "model": {
             "kind": "custom",
             "factory": "tests.integration.gated_model:GatedGPT",
-            "arguments": {"gate": str(gate), "pause_s": 0.3, **sizes},
+            "arguments": {"gate": str(gate), "pause_s": 0.5, **sizes},
         },
         "data": {"kind": "synthetic", "samples": 6 * STEPS},
         "steps": STEPS,

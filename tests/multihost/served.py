@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from api import server_file
-from api.client import Client, Unreachable
+from api.client import Client, Refused, Unreachable
 from api.connection import connect
 from service.settings import Settings
 from tests.multihost.cluster import PATIENCE_S, until
@@ -203,6 +203,18 @@ class Job:
                 return client.job(self.id).over
 
         until(recorded, f"the service's record of the end of job {self.id}", told=self.service.log)
+
+    def end(self) -> None:
+        """Cancel the job where it is not over, and wait until it is."""
+
+        def over() -> bool:
+            with self.service.client() as client, suppress(Refused):
+                if not client.job(self.id).over:
+                    client.cancel(self.id)
+                return client.job(self.id).over
+            return False
+
+        until(over, f"the end of job {self.id}", told=self.story)
 
     # What it is made of
 
