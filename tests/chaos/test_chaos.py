@@ -15,13 +15,13 @@ from api.client import Refused
 from tests.chaos import grounds
 from tests.chaos.conftest import Ground
 from tests.chaos.decisions import Action, Kind, decide
-from tests.multihost.cluster import Cluster, Node, until
+from tests.multihost.cluster import Cluster, until
 from tests.multihost.served import Job, Service, assert_nothing_left
 
 pytestmark = pytest.mark.integration
 
 MOST_WORKERS = 5
-STEPS_PER_S = 4
+STEPS_PER_S = 2
 """More than are done in a second of chaos, so that it ends before the job does."""
 
 OVER = ("succeeded", "failed", "cancelled")
@@ -47,14 +47,15 @@ def spec_of(gate: Path, *, steps: int, wanted: int) -> dict[str, Any]:
         "zero": {"stage": 2, "reproducible": True},
         "workers": {"wanted": wanted, "max": MOST_WORKERS},
         "checkpoints": {"every_steps": 5},
-        "recovery": {"max_worker_losses": 10_000},
+        # Chaos loses more than a job is given up for, and waits for no backoff.
+        "recovery": {"max_worker_losses": 10_000, "max_node_losses": 10_000, "backoff_cap_s": 2},
         "sample_ledger": True,
     }
 
 
 def test_nobody_can_tell_at_the_end(ground: Ground, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     seconds, seed = (request.config.getoption(f"--chaos-{name}") for name in ("seconds", "seed"))
-    steps = 150 + int(seconds * STEPS_PER_S)
+    steps = 60 + int(seconds * STEPS_PER_S)
     gate = tmp_path / "gate"
     job = ground.service.submit(spec_of(gate, steps=steps, wanted=3))
     chaos = Chaos(ground.service, ground.hosts, job)
@@ -132,13 +133,13 @@ class Chaos:
                 self._hosts.heal(victim)
             case Kind.LOSE_HOST:
                 self._hosts.cut(victim)
-                self._wait_until_given_up(victim)
+                self._hosts.wait_until_given_up(victim)
                 self._hosts.heal(victim)
                 until(lambda: victim.process.poll() is not None, f"the end of the node on {victim.address}")
                 self._hosts.revive([victim])
             case Kind.KILL_HOST:
                 self._hosts.kill(victim)
-                self._wait_until_given_up(victim)
+                self._hosts.wait_until_given_up(victim)
                 self._hosts.revive([victim])
         return victim.address
 
@@ -165,12 +166,3 @@ class Chaos:
             if client.job(self._job.id).state == "paused":
                 client.resume(self._job.id)
         return "paused and resumed"
-
-    def _wait_until_given_up(self, victim: Node) -> None:
-        """Until Ray has declared the host's node dead."""
-
-        def dead() -> bool:
-            with self._service.client() as client:
-                return not any(n.alive for n in client.cluster().nodes if n.address == victim.address)
-
-        until(dead, f"the notice of the death of the node on {victim.address}")

@@ -56,6 +56,15 @@ _QUIET = {
     "RAY_enable_worker_prestart": "0",
 }
 
+_UNTIL_DEAD = """
+import sys, time, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+deadline = time.monotonic() + {patience_s}
+while any(node["Alive"] and node["NodeManagerAddress"] == {address!r} for node in ray.nodes()):
+    assert time.monotonic() < deadline, "the node on {address} counts as alive"
+    time.sleep(0.1)
+"""
+
 
 @dataclass(slots=True)
 class Node:
@@ -247,6 +256,10 @@ class Cluster:
             )
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    def wait_until_given_up(self, node: Node) -> None:
+        """Until Ray has declared the host's node dead."""
+        self.ask(_UNTIL_DEAD.format(address=node.address, patience_s=PATIENCE_S / 2))
 
     def end(self) -> None:
         """End all that runs on the hosts."""

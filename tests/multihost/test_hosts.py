@@ -106,6 +106,20 @@ def test_a_worker_that_needs_no_other_trains_on_behind_a_cut_and_it_counts_for_n
     assert_nothing_left(service, job)
 
 
+def test_cancelled_is_shown_when_no_host_has_anything_left(
+    hosts: Cluster, service: Service, submit: Submit, gate: Path
+) -> None:
+    """L10 (Ray 23638, 35773): cancel leaves no process, memory or placement group behind, on any host."""
+    job = submit(spec_of(gate, wanted=3))
+    job.wait_step(2, world_size=3)
+    assert all(hosts.running("ray::WorkerActor", on=node) for node in hosts.nodes)
+    with service.client() as client:
+        client.cancel(job.id)
+    job.wait(lambda job: job.phase == "cancelled", "the end of the cancelled job")
+    assert hosts.running("ray::WorkerActor") == []
+    assert_nothing_left(service, job)
+
+
 def test_a_slow_link_changes_the_time_and_no_bit(
     hosts: Cluster, service: Service, submit: Submit, gate: Path, undisturbed: Job
 ) -> None:
