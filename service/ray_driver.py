@@ -35,6 +35,10 @@ CONTROLLER_THREADS = 4
 """Methods of a controller answered at one time: a long read is not to hold up a cancel."""
 
 _HEAD_RESOURCE = "node:__internal_head__"
+_ON_THE_HEAD = {_HEAD_RESOURCE: 0.001}
+"""Controllers are placed where the cluster's own brain is: losing any other node then costs a job that node's
+workers only, and no controller is ever cut off alive from the one that Ray starts in its place."""
+
 _CALL_TIMEOUT_S = 5.0
 _CREATION_TIMEOUT_S = 30.0
 _RELEASE_TIMEOUT_S = 10.0
@@ -143,6 +147,7 @@ def start_job(job_id: str, spec: dict[str, Any], storage: str, attempt: int, wan
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
+        resources=_ON_THE_HEAD,
         max_restarts=-1,
         max_concurrency=CONTROLLER_THREADS,
     ).remote(job_id, spec, storage, attempt, wanted)

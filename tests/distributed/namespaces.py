@@ -3,6 +3,8 @@
 `separate_hosts` joins N of them by a veth pair (two) or by a bridge (more), each with an interface, an
 address, a host name and a /dev/shm of its own, so that ranks have no other way to each other than the wire.
 `one_host` is a single namespace with nothing but a loopback, whose counters see only the ranks within.
+`switched_hosts` counts nothing and behaves as a network does: for whole programs, with a switch to pull the
+plugs of. `inside` is the way of a thread, and of the processes it starts, into one.
 
 Needs root and `ip` (iproute2). Nothing appears in the machine's own namespace, and all is removed at the end.
 """
@@ -27,9 +29,9 @@ _COMMAND_TIMEOUT_S = 20.0
 # only because a busy machine was late to acknowledge them (tail loss probes, early timeouts).
 _SET_UP = """
 for file in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 > "$file" || true; done
-echo 0 > /proc/sys/net/ipv4/tcp_early_retrans
 ip link set lo up
 """
+_NO_PROBES = "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans"
 _PATIENCE = "20s"
 # For the same end: all packets are received on one core, or they overtake each other when their sender moves.
 _IN_ORDER = "for file in /sys/class/net/*/queues/rx-0/rps_cpus; do echo 1 > $file; done"
@@ -88,49 +90,78 @@ def separate_hosts(count: int) -> Iterator[list[Host]]:
         if count == 2:
             _ip(*f"link add e0 netns {names[0]} type veth peer name e0 netns {names[1]}".split())
         elif count > 2:
-            switch = names[count]
-            _ip(*f"-n {switch} link add br0 type bridge".split())
-            _ip(*f"-n {switch} link set br0 up".split())
-            for index, host in enumerate(hosts):
-                _ip(
-                    *f"link add e0 netns {host.namespace} type veth peer name p{index} netns {switch}".split()
-                )
-                _ip(*f"-n {switch} link set p{index} master br0 up".split())
+            _switch(names[count], hosts)
         if count > 1:
             for host in hosts:
-                _ip(*f"-n {host.namespace} address add {host.address}/24 dev e0".split())
-                _ip(*f"-n {host.namespace} link set e0 up".split())
+                _address(host)
                 _ip(*f"-n {host.namespace} route change 10.0.0.0/24 dev e0 rto_min {_PATIENCE}".split())
             for name in names:
-                _ip("netns", "exec", name, "sh", "-c", _IN_ORDER)
+                _ip("netns", "exec", name, "sh", "-c", f"{_NO_PROBES}; {_IN_ORDER}")
         yield hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """What hosts are plugged into: a namespace with the bridge `br0`; the i-th host is on its port `p<i>`."""
+
+    namespace: str
+    hosts: Sequence[Host]
+
+    def ip(self, *words: str) -> None:
+        """`ip` within the switch."""
+        _ip("-n", self.namespace, *words)
+
+
+@contextmanager
+def switched_hosts(count: int) -> Iterator[Switch]:
+    """`count` hosts on one switch, for whole programs: their packets are resent as everywhere."""
+    with _namespaces(count + 1) as names:
+        hosts = [Host(names[i], "e0", f"10.0.0.{i + 1}", apart=False) for i in range(count)]
+        _switch(names[count], hosts)
+        for host in hosts:
+            _address(host)
+        yield Switch(names[count], hosts)
+
+
+@contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """Put this thread into a namespace's network: its new sockets and its new processes belong there.
+
+    Nothing but the network changes, and it is this thread's alone.
+    """
+    with Path("/proc/thread-self/ns/net").open("rb") as own, (_NAMESPACES / namespace).open("rb") as there:
+        _call("setns", there.fileno(), _CLONE_NEWNET)
+        try:
+            yield
+        finally:
+            _call("setns", own.fileno(), _CLONE_NEWNET)
+
+
+def processes(namespace: str) -> list[int]:
+    """Ids of the processes in a namespace's network."""
+    listed = _ip("netns", "pids", namespace)
+    return [int(pid) for pid in listed.split()]
 
 
 @contextmanager
 def one_host() -> Iterator[Host]:
     """A namespace with a loopback of its own, for all ranks of a run."""
     with _namespaces(1) as names:
+        _ip("netns", "exec", names[0], "sh", "-c", _NO_PROBES)
         yield Host(names[0], "lo", "127.0.0.1", apart=False)
 
 
 def enter(host: Host) -> None:
     """Move this process, while it has one thread, to `host`."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(name: str, *args: object) -> None:
-        if getattr(libc, name)(*args) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"{name}: {os.strerror(number)}", host.namespace)
-
     descriptor = os.open(_NAMESPACES / host.namespace, os.O_RDONLY)
     try:
-        call("setns", descriptor, _CLONE_NEWNET)
+        _call("setns", descriptor, _CLONE_NEWNET)
     finally:
         os.close(descriptor)
     if host.apart:
-        call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC)
-        call("mount", None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
-        call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), None)
+        _call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC)
+        _call("mount", None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+        _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), None)
         socket.sethostname(host.namespace)
 
 
@@ -160,5 +191,30 @@ def _namespaces(count: int) -> Iterator[Sequence[str]]:
             _ip("netns", "delete", name)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+def _switch(name: str, hosts: Sequence[Host]) -> None:
+    """Plug the hosts into a bridge."""
+    _ip(*f"-n {name} link add br0 type bridge".split())
+    _ip(*f"-n {name} link set br0 up".split())
+    for index, host in enumerate(hosts):
+        _ip(*f"link add e0 netns {host.namespace} type veth peer name p{index} netns {name}".split())
+        _ip(*f"-n {name} link set p{index} master br0 up".split())
+
+
+def _address(host: Host) -> None:
+    _ip(*f"-n {host.namespace} address add {host.address}/24 dev {host.interface}".split())
+    _ip(*f"-n {host.namespace} link set {host.interface} up".split())
+
+
+def _call(name: str, *args: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _ip(*words: str) -> str:
+    """`ip` with these words; what it printed."""
+    done = subprocess.run(
+        ["ip", *words], check=True, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S
+    )
+    return done.stdout
