@@ -22,7 +22,7 @@ THREADS = 8
 
 
 class WorkerActor:
-    """Runs with THREADS concurrent methods, all but `prepare` and `wait_for_ever` quick."""
+    """Runs with THREADS concurrent methods, all but `prepare`, `poll` and `wait_for_ever` quick."""
 
     def __init__(self, name: str, job_id: str, spec: dict[str, Any], storage: str) -> None:
         folder = JobFolder(Path(storage), job_id)
@@ -48,9 +48,6 @@ class WorkerActor:
     def prepare(self) -> Readiness:
         return self._worker.prepare()
 
-    def host(self) -> str:
-        return self._worker.host()
-
     def begin(self, assignment: Assignment) -> None:
         self._worker.begin(assignment)
 
@@ -60,5 +57,5 @@ class WorkerActor:
     def abort(self, generation: int) -> None:
         self._worker.abort(generation)
 
-    def poll(self, after: int) -> Poll:
-        return self._worker.poll(after)
+    def poll(self, after: int, news: int, wait_s: float) -> Poll:
+        return self._worker.poll(after, news=news, wait_s=wait_s)

@@ -2,19 +2,24 @@
 
 Owns the sequence (gather workers, form a generation, train, and again), the phase, the generation's number
 and the losses so far. Cluster, log and orders are arguments. Everything waits by ticking: each tick polls the
-workers, logs their reports and hears a cancel.
+workers, logs their reports and hears a cancel; it comes early when a call to a worker ends.
 """
 
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workers import policies
-from workers.group import Group
+from workers.changes import Change
+from workers.commands import Resize
+from workers.goodput import Goodput
+from workers.group import Group, Handle
+from workers.ledger import Ledger
 from workers.log import JobLog
+from workers.losses import Losses
 from workers.orders import Orders
 from workers.policies import (
     Bounds,
@@ -30,10 +35,15 @@ from workers.policies import (
     Stopped,
     Wait,
 )
-from workers.protocol import Wish
+from workers.protocol import Begun, Wish
 from workers.reports import Phase
 from workers.spec import JobSpec
 from zero_core import manifest
+
+GROWN_BACK = "grown back"
+ASKED_FOR = "asked for"
+CONTROLLER = "controller"
+"""Who wants what nobody has asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +52,6 @@ class Limits:
 
     start_patience_s: float = 30.0
     """For places of all wanted workers, before a job starts with fewer."""
-    recovery_patience_s: float = 5.0
-    """For a lost worker's replacement, before the rest goes on without it."""
-    resize_patience_s: float = 30.0
-    """For the joiners' places, before a resize is refused; the group trains meanwhile."""
     abort_s: float = 10.0
     """For a survivor to come out of its broken group, before it is given up."""
     grace_s: float = 5.0
@@ -53,26 +59,13 @@ class Limits:
     release_s: float = 15.0
     """For all processes and places to be gone at the end."""
     tick_s: float = 0.2
-    """Between two polls while the group trains."""
-    quick_tick_s: float = 0.02
-    """Between two polls while something is being waited for."""
+    """Between two looks at everything, where nothing calls for one before."""
+    placing_tick_s: float = 0.05
+    """The same while the cluster is asked for places: it does not call."""
 
 
-@dataclass(slots=True)
-class _Change:
-    """What the next generation is for: it becomes the event that tells of the change."""
-
-    event: str | None = None
-    """"resize", "recovery", or None for the start of an attempt."""
-    details: dict[str, Any] = field(default_factory=dict)
-    old_workers: int = 0
-    target: int | None = None
-    """World size that was decided on; None: whatever is wanted at the time."""
-    patience_s: float = 0.0
-    trained_until: float = 0.0
-    """Unix seconds at which the last step before the change ended."""
-    last_step: int = 0
-    stop_s: float = 0.0
+_TIMED = frozenset({"phase", "resize", "recovery", "checkpoint"})
+"""Kinds of events that carry the productive time so far."""
 
 
 class _Cancelled(Exception):  # noqa: N818 - a turn of events, no error
@@ -80,7 +73,7 @@ class _Cancelled(Exception):  # noqa: N818 - a turn of events, no error
 
 
 class Conductor:
-    """Runs one attempt, in one thread; others may read `phase`, `generation`, `step` and `world_size`."""
+    """Runs one attempt, in one thread; others may read its properties and the attributes without underscore."""
 
     def __init__(
         self,
@@ -93,6 +86,7 @@ class Conductor:
         checkpoints: Path,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         history = log.history
         self._spec = spec
@@ -103,26 +97,43 @@ class Conductor:
         self._checkpoints = checkpoints
         self._limits = limits or Limits()
         self._clock = clock
+        self._wall = wall
         self._bounds = Bounds(least=spec.workers.min, most=spec.max_workers)
         self._restarted = history.attempt == attempt
-        self._losses = history.losses if self._restarted else 0
+        self._losses = Losses(
+            spec.recovery,
+            workers=history.losses if self._restarted else 0,
+            nodes=history.nodes_lost if self._restarted else frozenset(),
+        )
+        self._goodput = Goodput()
+        if self._restarted:
+            self._goodput = Goodput(step=history.saved_step, productive_s=history.saved_productive_s)
+        self.began_at = history.began_at if self._restarted else wall()
+        self.ended_at: float | None = None
+        """Unix seconds of the attempt's beginning and end."""
         self.phase = Phase.RECOVERING if self._restarted else Phase.STARTING
         # A generation that was being formed when the last controller died may have left no entry: skip one.
         self.generation = history.generation + (1 if self._restarted else 0)
         self.step = history.step
         self._trained_until = history.time
         self._workers_before = history.workers
+        self._latest = manifest.latest(checkpoints)
+        self._ledger = Ledger(spec)
         self._failing_since: float | None = None
         self._forming = False
         self._stopping: Wish | None = None
-        self._asked_at = 0.0
         self._seeking_since: float | None = None
-        self._resizing = _Change()
+        self._resizing = Change()
         self._held: list[dict[str, Any]] = []
 
     @property
     def world_size(self) -> int:
         return len(self._group.members)
+
+    @property
+    def productive_s(self) -> float:
+        """Seconds of this attempt in steps that count."""
+        return self._goodput.productive_s
 
     def run(self) -> None:
         """Conduct the attempt to its final phase. All its workers are gone before that phase is logged."""
@@ -139,6 +150,7 @@ class Conductor:
             reason = f"{reason or phase}; not seen to be gone: workers {', '.join(left)}"
         if crash:
             self._event("error", crash)
+        self.ended_at = self._wall()
         self._enter(phase, reason)
 
     # The sequence
@@ -162,53 +174,49 @@ class Conductor:
                     return Phase.FAILED, failure.message
                 case Stopped():
                     change = self._resizing
-                    change.stop_s = self._clock() - self._asked_at
                     change.trained_until, change.last_step = self._trained_until, self.step
                 case Lost():
                     change = self._recovery(ending.cause)
                     self._clear_up(ending)
 
-    def _first_change(self) -> _Change:
+    def _first_change(self) -> Change:
         if self._restarted:
             return self._recovery("the controller was restarted")
-        return _Change(patience_s=self._limits.start_patience_s)
+        return Change(patience_s=self._limits.start_patience_s)
 
-    def _recovery(self, cause: str) -> _Change:
-        return _Change(
+    def _recovery(self, cause: str) -> Change:
+        return Change(
             event="recovery",
             details={"cause": cause},
             old_workers=self.world_size or self._workers_before,
-            patience_s=self._limits.recovery_patience_s
-            if self._group.members
-            else self._limits.start_patience_s,
+            patience_s=self._limits.start_patience_s,
             trained_until=self._trained_until,
             last_step=self.step,
         )
 
-    def _gather(self, change: _Change) -> Ending | None:
+    def _gather(self, change: Change) -> Ending | None:
         """Get the next generation's members together; None when they are."""
         group, since, told = self._group, self._clock(), None
         while True:
-            if self._orders.pause:
-                # Nothing trains: the last checkpoint, if any, is all there is to keep.
-                return Stopped(Wish.PAUSE, self.step)
             hopeless = self._bury()
             if hopeless:
                 return hopeless
             decision = policies.assemble(
                 wanted=change.target or self._orders.wanted,
                 bounds=self._bounds,
-                survivors=len(group.members),
+                survivors=len(group.participants),
                 joiners=group.counts(),
+                hold_off_s=self._losses.hold_off_s(self._clock()),
                 waited_s=self._clock() - since,
                 patience_s=change.patience_s,
             )
+            if self._orders.pause and not isinstance(decision, Proceed):
+                # Nothing trains, nor can it: the last checkpoint, if any, is all there is to keep.
+                return Stopped(Wish.PAUSE, self.step)
             match decision:
                 case Seek(count=count):
                     group.seek(count)
                     since = self._clock()
-                case Drop(count=count):
-                    group.drop(count)
                 case Proceed(workers=workers, reason=reason):
                     group.enrol(workers)
                     if reason:
@@ -218,25 +226,33 @@ class Conductor:
                     if reason and reason != told:
                         told = reason
                         self._enter(self.phase, reason)
-            self._tick(self._limits.quick_tick_s)
+            self._tick()
 
-    def _form(self, change: _Change) -> Ending | None:
-        """Have the members form the next generation; None once all of them train."""
+    def _form(self, change: Change) -> Ending | None:
+        """Have the participants form the next generation; None once all members train."""
         group = self._group
         self.generation += 1
         self._failing_since = None
-        latest = manifest.latest(self._checkpoints)
+        manifest.open_generation(self._checkpoints, self.generation)
+        if change.event != "resize":
+            self._latest = manifest.latest(self._checkpoints)
+        latest = self._latest
         self._forming = True
-        group.meet(self.generation, str(latest.path) if latest else None)
+        change.met_at = self._wall()
+        group.meet(
+            self.generation,
+            checkpoint=str(latest.path) if latest else None,
+            floor_step=latest.step if latest else 0,
+        )
         try:
             while (begun := group.begun()) is None:
                 ending = self._judge()
                 if ending:
                     return ending
-                self._tick(self._limits.quick_tick_s)
-            self.step = begun[0].step
-            self._tell(change)
+                self._tick()
+            self._tell(change, begun)
             self._enter(Phase.RUNNING, None)
+            group.dismiss_leavers()
             return None
         finally:
             self._forming = False
@@ -246,13 +262,12 @@ class Conductor:
         """Watch over a training group until it ends, and put the owner's orders to it."""
         self._stopping = self._seeking_since = None
         while True:
-            pending = self._stopping or self._group.joiners
-            self._tick(self._limits.quick_tick_s if pending else self._limits.tick_s)
+            self._tick()
             ending = self._judge()
             if ending:
                 order = self._orders.resize
                 if isinstance(ending, Finished) and order:
-                    self._refuse("the job's last step was done first")
+                    self._refuse(order, "the job's last step was done first")
                 return ending
             if self._stopping is None:
                 self._obey()
@@ -265,63 +280,112 @@ class Conductor:
         if self._orders.take_checkpoint():
             self._group.ask(Wish.CHECKPOINT)
         order = self._orders.resize
-        if order is None and not self._group.joiners:
-            return
-        since = self._seeking_since or self._clock()
-        wanted = order.workers if order else self.world_size
+        if order is not None:
+            self._resize(order)
+        else:
+            self._grow_back()
+
+    def _resize(self, order: Resize) -> None:
+        """Do the next thing towards the number of workers that was asked for."""
         decision = policies.resize(
             current=self.world_size,
-            wanted=wanted,
+            wanted=order.workers,
             joiners=self._group.counts(),
             joiner_fault=self._joiner_fault(),
-            waited_s=self._clock() - since,
-            patience_s=self._limits.resize_patience_s,
+            waited_s=self._sought_for_s(),
+            patience_s=self._spec.elastic.capacity_wait_s,
         )
         match decision:
             case None:
-                if order:
-                    self._orders.close_resize(order, workers=wanted)
+                self._orders.close_resize(order, workers=order.workers)
             case Seek(count=count):
-                self._seeking_since = self._clock()
-                self._group.seek(count)
+                self._seek(count)
             case Drop(count=count):
                 self._group.drop(count)
             case Refuse(reason=reason):
-                self._refuse(reason)
+                self._refuse(order, reason)
             case Proceed(workers=workers):
-                assert order is not None
-                self._resizing = _Change(
-                    event="resize",
-                    details={"who": order.who},
-                    old_workers=self.world_size,
-                    target=workers,
-                    patience_s=self._limits.recovery_patience_s,
-                )
-                self._stop(Wish.RESIZE, Phase.RESIZING, f"to {workers} workers, asked by {order.who}")
+                self._change_to(workers, who=order.who, cause=ASKED_FOR)
+
+    def _grow_back(self) -> None:
+        """Do the next thing towards the number of workers that was lost, if any was."""
+        self._drop_the_unfit()
+        decision = policies.grow_back(
+            current=self.world_size,
+            wanted=self._orders.wanted if self._spec.elastic.grow_back else self.world_size,
+            joiners=self._group.counts(),
+            hold_off_s=self._losses.hold_off_s(self._clock()),
+            waited_s=self._sought_for_s(),
+            patience_s=self._spec.elastic.capacity_wait_s,
+        )
+        match decision:
+            case Seek(count=count):
+                self._seek(count)
+            case Drop(count=count):
+                self._group.drop(count)
+            case Proceed(workers=workers):
+                self._change_to(workers, who=CONTROLLER, cause=GROWN_BACK)
 
     # Steps of the sequence
 
+    def _change_to(self, workers: int, *, who: str, cause: str) -> None:
+        self._resizing = Change(
+            event="resize",
+            details={"who": who, "cause": cause},
+            old_workers=self.world_size,
+            target=workers,
+            asked_at=self._wall(),
+        )
+        reason = f"to {workers} workers, {cause}" + (f" by {who}" if cause == ASKED_FOR else "")
+        self._stop(Wish.RESIZE, Phase.RESIZING, reason)
+
     def _stop(self, wish: Wish, phase: Phase, reason: str) -> None:
-        self._stopping, self._asked_at = wish, self._clock()
+        self._stopping = wish
         self._enter(phase, reason)
         self._group.ask(wish)
 
-    def _refuse(self, reason: str) -> None:
+    def _seek(self, count: int) -> None:
+        self._seeking_since = self._clock()
+        self._group.seek(count)
+
+    def _sought_for_s(self) -> float:
+        return self._clock() - self._seeking_since if self._seeking_since is not None else 0.0
+
+    def _refuse(self, order: Resize, reason: str) -> None:
         """The open resize is not done; its joiners leave and the group is as it was."""
-        order = self._orders.resize
-        assert order is not None
+        missing: dict[str, float] = {}
+        if self._group.counts().placing:
+            missing = self._group.missing()
+            short = ", ".join(f"{amount:g} {name}" for name, amount in missing.items())
+            reason += f"; missing: {short}" if short else "; no single node has what a worker takes"
         self._group.drop(len(self._group.joiners))
         self._seeking_since = None
         self._event(
             "resize_refused",
-            {"who": order.who, "wanted": order.workers, "workers": self.world_size, "reason": reason},
+            {
+                "who": order.who,
+                "wanted": order.workers,
+                "workers": self.world_size,
+                "reason": reason,
+                "missing": missing,
+            },
         )
         self._orders.close_resize(order, workers=self.world_size)
 
+    def _drop_the_unfit(self) -> None:
+        """Joiners that nobody has asked for and that cannot join: others are sought, less and less often."""
+        for handle in list(self._group.joiners):
+            if handle.fault is not None or handle.death is not None:
+                why = handle.fault.message if handle.fault else handle.death
+                self._losses.incident(self._clock())
+                self._group.retire([handle])
+                self._enter(self.phase, f"new worker {handle.name} could not join: {why}")
+
     def _clear_up(self, lost: Lost) -> None:
-        """After a loss: note it, bury the dead, bring the survivors out of their group."""
+        """After a loss: bring the survivors out of their group, note it, bury the dead."""
+        self._group.abort()
         if not lost.ranks:
-            self._lose(rank=None, worker=None, cause=lost.cause)
+            self._lose(None, rank=None, cause=lost.cause)
         self._bury()
         self._enter(Phase.RECOVERING, lost.cause)
         deadline = self._clock() + self._limits.abort_s
@@ -330,24 +394,39 @@ class Conductor:
                 self._group.give_up_on_the_stuck(
                     f"it did not come out of its broken group within {self._limits.abort_s:g} s"
                 )
-            self._tick(self._limits.quick_tick_s)
+            self._tick()
+        # A group that breaks again and again without a death is not formed anew at once, either.
+        while not lost.ranks and self._losses.hold_off_s(self._clock()) > 0:
+            self._tick()
 
     def _bury(self) -> Broken | GivenUp | None:
-        """Retire dead members and joiners, noting each. Says so if the job cannot go on because of them."""
+        """Retire dead workers, noting each. Says so if the job cannot go on because of them."""
         group = self._group
-        ranks = {handle.name: rank for rank, handle in enumerate(group.members)}
-        for handle in [*group.members, *group.joiners]:
+        ranks = {handle.name: rank for rank, handle in enumerate(group.participants)}
+        for handle in [*group.participants, *group.joiners]:
             if handle.death is not None:
-                self._lose(rank=ranks.get(handle.name), worker=handle.name, cause=handle.death)
+                self._lose(handle, rank=ranks.get(handle.name), cause=handle.death)
                 group.retire([handle])
         broken = next((handle.fault for handle in group.joiners if handle.fault is not None), None)
         if broken:
             return Broken(None, broken)
-        return policies.losses_spent(losses=self._losses, most=self._spec.recovery.max_worker_losses)
+        return self._losses.spent()
 
-    def _lose(self, *, rank: int | None, worker: str | None, cause: str) -> None:
-        self._losses += 1
-        self._event("worker_lost", {"rank": rank, "worker": worker, "step": self.step, "cause": cause})
+    def _lose(self, handle: Handle | None, *, rank: int | None, cause: str) -> None:
+        node = handle.readiness.node if handle and handle.readiness else None
+        budget = "node" if handle and handle.node_died and node else "worker"
+        self._losses.lose(node if budget == "node" else None, now=self._clock())
+        self._event(
+            "worker_lost",
+            {
+                "rank": rank,
+                "worker": handle.name if handle else None,
+                "node": node,
+                "budget": budget,
+                "step": self.step,
+                "cause": cause,
+            },
+        )
 
     def _joiner_fault(self) -> str | None:
         for handle in self._group.joiners:
@@ -366,32 +445,25 @@ class Conductor:
 
     # What is told
 
-    def _tell(self, change: _Change) -> None:
+    def _tell(self, change: Change, begun: tuple[Begun, ...]) -> None:
         """Log the change that this generation was formed for, and close the order behind it."""
+        step = begun[0].step
+        rank_0 = self._group.members[0].readiness
+        # What a lost rank had done and not told, and nobody will do again.
+        self._write(self._ledger.rebuild(step, samples=rank_0.samples if rank_0 else 0))
+        self._ledger.begin([handle.name for handle in self._group.members])
+        self._goodput.resume(step)
+        self.step = step
         order = self._orders.resize
         if order and order.workers == self.world_size:
             self._orders.close_resize(order, workers=order.workers)
-        if change.event is None:
-            return
-        begun = self._group.begun()
-        assert begun is not None
-        data = {
-            **change.details,
-            "old_workers": change.old_workers,
-            "new_workers": self.world_size,
-            "generation": self.generation,
-            "pause_s": max(0.0, begun[0].time - change.trained_until),
-            "seconds": {key: max(b.seconds[key] for b in begun) for key in ("form", "start", "load")},
-            "steps_lost": max(0, change.last_step - begun[0].step),
-            "at_step": begun[0].step,
-        }
-        if change.event == "resize":
-            data["seconds"]["stop"] = change.stop_s
-        self._event(change.event, data)
+        if change.event is not None:
+            self._event(change.event, {**change.data(begun), "generation": self.generation})
 
-    def _tick(self, wait_s: float) -> None:
+    def _tick(self) -> None:
         """Wait a moment, take in the workers' news and log it. Raises _Cancelled if the job is to end."""
-        self._orders.wait(wait_s)
+        placing = self._group.counts().placing
+        self._orders.wait(self._limits.placing_tick_s if placing else self._limits.tick_s)
         if self._orders.cancel:
             raise _Cancelled
         self._held += self._group.round()
@@ -405,13 +477,21 @@ class Conductor:
         for notice in held:
             if notice["type"] == "report":
                 reports.append(notice)
-                self.step = notice["step"]
-                self._trained_until = max(self._trained_until, notice["time"])
             else:
-                self._log.reports(reports)
+                self._write(reports)
                 reports = []
+                self._latest = manifest.latest(self._checkpoints)
                 data = {key: notice[key] for key in ("step", "bytes", "seconds", "generation", "reason")}
                 self._event("checkpoint", data)
+        self._write(reports)
+
+    def _write(self, reports: list[dict[str, Any]]) -> None:
+        for report in reports:
+            self.step = report["step"]
+            self._trained_until = max(self._trained_until, report["time"])
+            self._ledger.told(report)
+            if report["rank"] == 0 and not report.get("rebuilt"):
+                self._goodput.told(report["step"], report["step_s"])
         self._log.reports(reports)
 
     def _enter(self, phase: Phase, reason: str | None) -> None:
@@ -428,4 +508,6 @@ class Conductor:
         )
 
     def _event(self, kind: str, data: dict[str, Any]) -> None:
+        if kind in _TIMED:
+            data = {**data, "productive_s": self._goodput.productive_s}
         self._log.event(kind, self.generation, data)

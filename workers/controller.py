@@ -8,6 +8,7 @@ way, and the new process goes on from the last checkpoint by itself.
 import re
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from workers import policies
 from workers.commands import Resize, parse_command
 from workers.conductor import Conductor, Limits
+from workers.goodput import goodput
 from workers.group import Group
 from workers.log import JobLog
 from workers.naming import JobFolder
@@ -76,6 +78,7 @@ class JobController:
                 job_id=job_id,
                 storage=Path(storage),
                 first_number=_next_number(folder.worker_logs),
+                wake=self._orders.wake,
             ),
             checkpoints=folder.checkpoints,
             limits=limits,
@@ -106,8 +109,10 @@ class JobController:
         self._orders.give(order)
 
     def status(self) -> dict[str, Any]:
-        """Where the attempt stands, JSON-ready."""
+        """Where the attempt stands, JSON-ready. Its times stop with it."""
         conductor = self._conductor
+        productive_s = conductor.productive_s
+        elapsed_s = max(0.0, (conductor.ended_at or time.time()) - conductor.began_at)
         return {
             "phase": self._phase().value,
             "generation": conductor.generation,
@@ -116,6 +121,9 @@ class JobController:
             "step": conductor.step,
             "last_seq": self._log.last_seq,
             "attempt": self._attempt,
+            "productive_s": productive_s,
+            "elapsed_s": elapsed_s,
+            "goodput": goodput(productive_s, elapsed_s),
         }
 
     def _phase(self) -> Phase:

@@ -112,8 +112,13 @@ class Batches:
     def ids(self, step: int, micro_batch: int) -> NDArray[np.int64]:
         """Ids of the samples that micro-batch `micro_batch` of step `step` (both from 0) reads."""
         spec = self._spec
-        start = step * spec.global_batch + micro_batch * spec.micro_batch
-        return self._order.ids(start, spec.micro_batch)
+        return self._order.micro_batch(
+            step, micro_batch, global_batch=spec.global_batch, micro_batch=spec.micro_batch
+        )
+
+    @property
+    def samples(self) -> int:
+        return self._source.samples
 
     def read(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(inputs, targets), both int64 [len(ids), sequence_length]; targets are one position ahead.

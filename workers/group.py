@@ -1,9 +1,9 @@
 """The workers of a job as its controller holds them: places on the cluster, processes, polls.
 
 Owns placement groups, actor handles and the calls under way; nothing here waits, except for the release at
-the end, and that is bounded. `round` moves everything on by what has become known since the last one. A death
-is learnt from Ray: a call that never returns fails when its process is gone. Reports that a killed worker had
-not handed over yet are lost with it.
+the end, and that is bounded. `round` moves everything on by what has become known since the last one; a
+finished call wakes whoever waits for the next. A death is learnt from Ray: a call that never returns fails
+when its process is gone. Reports that a killed worker had not handed over yet are lost with it.
 
 Decides nothing: the conductor says who is sought, enrolled and retired.
 """
@@ -34,6 +34,9 @@ from workers.spec import JobSpec
 WARM_UP_TIMEOUT_S = 180.0
 """Longest wait for a placed worker's process to start, import and open the data."""
 
+POLL_WAIT_S = 0.2
+"""How long a worker may keep a poll for news; its reports are collected as often."""
+
 _RELEASE_POLL_S = 0.02
 
 
@@ -51,6 +54,8 @@ class Handle:
     readiness: Readiness | None = None
     poll: Poll | None = None
     death: str | None = None
+    node_died: bool = False
+    """Whether `death` is that of its whole node."""
     # Calls under way, and the last notice collected.
     life: Call | None = None
     preparing: Call | None = None
@@ -61,6 +66,8 @@ class Handle:
     told: int = 0
     """The last generation that this worker was told to begin."""
     collected: int = 0
+    news: int = -1
+    """What the next poll is to be compared with: see `workers.protocol.Poll`."""
 
     @property
     def fault(self) -> Failure | None:
@@ -77,7 +84,12 @@ class Handle:
 
 
 class Group:
-    """All workers of one job. `members` are in rank order; `joiners` have no rank yet. One thread only."""
+    """All workers of one job. One thread only.
+
+    members  in rank order
+    leavers  of a generation that is being formed: ranks behind the members', to hand over what they hold
+    joiners  have no rank yet
+    """
 
     def __init__(
         self,
@@ -86,19 +98,24 @@ class Group:
         job_id: str,
         storage: Path,
         first_number: int,
+        wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`first_number`: workers are called w<number>, and no two of a job's life share a number."""
+        """`first_number`: workers are called w<number>, and no two of a job's life share a number.
+
+        wake: called from another thread whenever a call to a worker has come to its end.
+        """
         self._spec = spec
         self._job_id = job_id
         self._storage = storage
         self._number = first_number
+        self._wake = wake
         self._clock = clock
         self._node = ray.get_runtime_context().get_node_id()
         self._fingerprint: dict[str, Any] | None = None
         self._generation = 0
-        self._meeting: tuple[Call, str | None] | None = None
         self.members: list[Handle] = []
+        self.leavers: list[Handle] = []
         self.joiners: list[Handle] = []
         self._leaving: list[Handle] = []
 
@@ -110,11 +127,22 @@ class Group:
         placing = sum(handle.actor is None for handle in self.joiners)
         return Joiners(placing=placing, warming=len(self.joiners) - ready - placing, ready=ready)
 
+    @property
+    def participants(self) -> list[Handle]:
+        """All that have a rank in the current generation, in their order."""
+        return [*self.members, *self.leavers]
+
     def view(self) -> tuple[Member, ...]:
-        """The members as policies see them; outcomes of earlier generations do not show."""
+        """The participants as policies see them; outcomes of earlier generations do not show."""
         return tuple(
-            Member(rank=rank, worker=handle.name, death=handle.death, outcome=self.outcome(handle))
-            for rank, handle in enumerate(self.members)
+            Member(
+                rank=rank,
+                worker=handle.name,
+                death=handle.death,
+                outcome=self.outcome(handle),
+                leaves=rank >= len(self.members),
+            )
+            for rank, handle in enumerate(self.participants)
         )
 
     def outcome(self, handle: Handle) -> Outcome | None:
@@ -134,23 +162,47 @@ class Group:
 
     def seek(self, count: int) -> None:
         """Ask the cluster for `count` more places; the workers appear among the joiners."""
+        for _ in range(count):
+            # A pending placement group is also what an autoscaler sees of the need.
+            place = placement_group([self._bundle()])
+            self.joiners.append(Handle(name=f"w{self._number}", place=place))
+            self._number += 1
+
+    def missing(self) -> dict[str, float]:
+        """By how much the cluster's free resources fall short of what joiners still have no place for.
+
+        Empty where the sums would do: then no single node has enough.
+        """
+        placing = sum(handle.actor is None for handle in self.joiners)
+        free = ray.available_resources()
+        short = {name: placing * amount - free.get(name, 0.0) for name, amount in self._bundle().items()}
+        return {name: amount for name, amount in short.items() if amount > 0}
+
+    def enrol(self, count: int) -> None:
+        """Make the first `count` of members, leavers and ready joiners the members of the next generation.
+
+        Of the others, those that may hold state are to leave with it, and joiners go on joining.
+        """
+        inside = self.participants
+        ready = [joiner for joiner in self.joiners if joiner.ready]
+        assert len(inside) + len(ready) >= count, "only as many are enrolled as are ready"
+        self.members = [*inside, *ready][:count]
+        self.leavers = inside[count:]
+        self.joiners = [joiner for joiner in self.joiners if joiner not in self.members]
+
+    def dismiss_leavers(self) -> None:
+        """The new members have all that they need."""
+        self.retire(self.leavers)
+
+    def _bundle(self) -> dict[str, float]:
+        """What one worker takes."""
         resources = self._spec.resources
         bundle: dict[str, float] = {"CPU": resources.cpus}
         if resources.gpus:
             bundle["GPU"] = resources.gpus
         if resources.memory_bytes:
             bundle["memory"] = resources.memory_bytes
-        for _ in range(count):
-            self.joiners.append(Handle(name=f"w{self._number}", place=placement_group([bundle])))
-            self._number += 1
-
-    def enrol(self, count: int) -> None:
-        """Make the first `count` of members and ready joiners the members; all others leave."""
-        candidates = [*self.members, *(joiner for joiner in self.joiners if joiner.ready)]
-        assert len(candidates) >= count, "only as many are enrolled as are ready"
-        chosen = candidates[:count]
-        self.retire(handle for handle in [*self.members, *self.joiners] if handle not in chosen)
-        self.members, self.joiners = chosen, []
+        return bundle
 
     def drop(self, count: int) -> None:
         """Let `count` joiners go, those that have come least far first."""
@@ -163,7 +215,7 @@ class Group:
             if handle.actor is not None:
                 ray.kill(handle.actor, no_restart=True)
             remove_placement_group(handle.place)
-            for held in (self.members, self.joiners):
+            for held in (self.members, self.leavers, self.joiners):
                 if handle in held:
                     held.remove(handle)
             self._leaving.append(handle)
@@ -173,7 +225,7 @@ class Group:
 
         Returns the names of workers that could not be seen to be gone in time.
         """
-        self.retire([*self.members, *self.joiners])
+        self.retire([*self.participants, *self.joiners])
         deadline = self._clock() + timeout_s
         while self._clock() < deadline:
             self._forget_the_gone()
@@ -184,41 +236,56 @@ class Group:
 
     # One generation
 
-    def meet(self, generation: int, checkpoint: str | None) -> None:
-        """Have the members form a generation and train from a checkpoint. Rank 0 hosts the meeting."""
+    def meet(self, generation: int, *, checkpoint: str | None, floor_step: int) -> None:
+        """Have the participants form a generation and its members train. They meet at rank 0's store.
+
+        checkpoint: its folder, for when too little is held; floor_step: its step, 0 without one.
+        """
         self._generation = generation
-        rank_0 = self.members[0].actor
-        assert rank_0 is not None
-        self._meeting = (rank_0.host.remote(), checkpoint)
-        self.members[0].commands[self._meeting[0]] = True
+        host = self.members[0].readiness
+        assert host is not None, "only the ready are enrolled"
+        carries = any(handle.told for handle in self.participants)
+        for rank, handle in enumerate(self.participants):
+            assert handle.actor is not None
+            assignment = Assignment(
+                generation=generation,
+                rank=rank,
+                world_size=len(self.members),
+                participants=len(self.participants),
+                store=host.store,
+                carries=carries,
+                checkpoint=checkpoint,
+                floor_step=floor_step,
+            )
+            self._command(handle, handle.actor.begin.remote(assignment), vital=True)
+            handle.told = generation
 
     def ask(self, wish: Wish) -> None:
         """Put a wish to the group's vote; one voter is enough, so rank 0 is told."""
         rank_0 = self.members[0]
         assert rank_0.actor is not None
-        rank_0.commands[rank_0.actor.ask.remote(self._generation, wish)] = False
+        self._command(rank_0, rank_0.actor.ask.remote(self._generation, wish), vital=False)
 
     def abort(self) -> bool:
-        """Break the current generation's group at all members; True once each of them is out of it.
+        """Break the current generation's group at all participants; True once each of them is out of it.
 
         To be called again until then: a worker may hear of the end of a generation before its beginning.
         """
-        self._meeting = None
-        inside = [handle for handle in self.members if self._inside(handle)]
+        inside = [handle for handle in self.participants if self._inside(handle)]
         for handle in inside:
             if handle.aborting is None and handle.actor is not None:
                 handle.aborting = handle.actor.abort.remote(self._generation)
-                handle.commands[handle.aborting] = False
+                self._command(handle, handle.aborting, vital=False)
         return not inside
 
     def give_up_on_the_stuck(self, cause: str) -> None:
-        """Count members that are still inside of the current generation as dead."""
-        for handle in self.members:
+        """Count participants that are still inside of the current generation as dead."""
+        for handle in self.participants:
             if self._inside(handle):
                 handle.death = cause
 
     def _inside(self, handle: Handle) -> bool:
-        """Whether a live member was told to begin the current generation and has not come out of it."""
+        """Whether a live participant was told to begin the current generation and has not come out of it."""
         return handle.death is None and handle.told == self._generation and self.outcome(handle) is None
 
     # Progress
@@ -228,7 +295,7 @@ class Group:
         for joiner in self.joiners:
             if joiner.actor is None and _state(joiner.place) == "CREATED":
                 self._start(joiner)
-        everyone = [*self.members, *self.joiners]
+        everyone = [*self.participants, *self.joiners]
         calls = [call for handle in everyone for call in handle.calls()]
         done = set(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) if calls else set()
         notices: list[dict[str, Any]] = []
@@ -237,9 +304,11 @@ class Group:
             self._take_readiness(handle, done)
             notices += self._take_poll(handle, done)
             self._take_commands(handle, done)
-        for handle in self.members:
+        for handle in self.participants:
             if handle.polling is None and handle.death is None and handle.actor is not None:
-                handle.polling = handle.actor.poll.remote(handle.collected)
+                handle.polling = self._watched(
+                    handle.actor.poll.remote(handle.collected, handle.news, POLL_WAIT_S)
+                )
         self._forget_the_gone()
         return notices
 
@@ -259,8 +328,16 @@ class Group:
             handle.name, self._job_id, self._spec.model_dump(mode="json"), str(self._storage)
         )
         handle.actor, handle.placed_at = actor, self._clock()
-        handle.life = actor.wait_for_ever.remote()
-        handle.preparing = actor.prepare.remote()
+        handle.life = self._watched(actor.wait_for_ever.remote())
+        handle.preparing = self._watched(actor.prepare.remote())
+
+    def _watched(self, call: Call) -> Call:
+        """The call, whose end wakes whoever waits for the next round."""
+        call.future().add_done_callback(lambda _: self._wake())
+        return call
+
+    def _command(self, handle: Handle, call: Call, *, vital: bool) -> None:
+        handle.commands[self._watched(call)] = vital
 
     def _take_life(self, handle: Handle, done: set[Call]) -> None:
         if handle.life is None or handle.life not in done:
@@ -271,10 +348,11 @@ class Group:
         except ActorUnavailableError:
             # The connection broke, which is not yet a death; Ray tells the two apart at the next call.
             assert handle.actor is not None
-            handle.life = handle.actor.wait_for_ever.remote()
+            handle.life = self._watched(handle.actor.wait_for_ever.remote())
             return
         except RayActorError as error:
             handle.death = _cause_of_death(error)
+            handle.node_died = "node has died" in str(error) or "node died" in str(error)
         handle.life = None
 
     def _take_readiness(self, handle: Handle, done: set[Call]) -> None:
@@ -311,40 +389,23 @@ class Group:
             poll: Poll = ray.get(call)
         except RayError:
             return []  # a death is told by the life call; else the same notices are asked for again
-        handle.poll, handle.collected = poll, poll.upto
+        handle.poll, handle.collected, handle.news = poll, poll.upto, poll.news
         return [notice for notice in poll.notices if notice["generation"] == self._generation]
 
     def _take_commands(self, handle: Handle, done: set[Call]) -> None:
-        """Collect finished commands; the host's answer starts the generation at every member."""
+        """Collect finished commands."""
         for call in [call for call in handle.commands if call in done]:
             vital = handle.commands.pop(call)
             if call == handle.aborting:
                 handle.aborting = None
             try:
-                answer = ray.get(call)
+                ray.get(call)
             except RayActorError:
                 continue  # told by the life call
             except RayError as error:
                 # A wish or an abort that came after the generation's end was refused as stale, and may be.
                 if vital:
                     handle.death = f"it refused to take part: {_last_line(error)}"
-                continue
-            if self._meeting and self._meeting[0] == call:
-                self._begin(answer, self._meeting[1])
-                self._meeting = None
-
-    def _begin(self, store: str, checkpoint: str | None) -> None:
-        for rank, handle in enumerate(self.members):
-            assert handle.actor is not None
-            assignment = Assignment(
-                generation=self._generation,
-                rank=rank,
-                world_size=len(self.members),
-                store=store,
-                checkpoint=checkpoint,
-            )
-            handle.commands[handle.actor.begin.remote(assignment)] = True
-            handle.told = self._generation
 
     def _forget_the_gone(self) -> None:
         self._leaving = [handle for handle in self._leaving if not self._gone(handle)]

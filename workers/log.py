@@ -37,6 +37,13 @@ class History:
     workers: int = 0
     """World size at the last phase event."""
     losses: int = 0
+    """Lost workers, those of lost nodes left out."""
+    nodes_lost: frozenset[str] = frozenset()
+    began_at: float = 0.0
+    """Unix seconds at which the attempt began."""
+    saved_step: int = 0
+    """Step of the attempt's last checkpoint, and its productive seconds up to there."""
+    saved_productive_s: float = 0.0
     cancel: str | None = None
     """Who has asked for the end of this attempt, where it is still to be carried out."""
     pause: str | None = None
@@ -55,7 +62,18 @@ class History:
         match entry["kind"]:
             case "phase":
                 if data["attempt"] != self.attempt:
-                    seen = replace(seen, attempt=data["attempt"], losses=0, cancel=None, pause=None)
+                    fresh = History(attempt=data["attempt"], began_at=entry["time"])
+                    seen = replace(
+                        seen,
+                        attempt=fresh.attempt,
+                        began_at=fresh.began_at,
+                        losses=fresh.losses,
+                        nodes_lost=fresh.nodes_lost,
+                        saved_step=fresh.saved_step,
+                        saved_productive_s=fresh.saved_productive_s,
+                        cancel=fresh.cancel,
+                        pause=fresh.pause,
+                    )
                 return replace(
                     seen, phase=Phase(data["phase"]), wanted=data["wanted"], workers=data["workers"]
                 )
@@ -66,7 +84,13 @@ class History:
             case "resize_refused":
                 return replace(seen, wanted=data["workers"])
             case "worker_lost":
+                if data.get("budget") == "node":
+                    return replace(seen, nodes_lost=self.nodes_lost | {data["node"]})
                 return replace(seen, losses=self.losses + 1)
+            case "checkpoint":
+                return replace(
+                    seen, saved_step=data["step"], saved_productive_s=data.get("productive_s", 0.0)
+                )
         return seen
 
 

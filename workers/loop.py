@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from workers.data import Batches, check_resume
@@ -66,9 +67,29 @@ class Place:
     device: torch.device
 
 
-def make_engine(spec: JobSpec, model: nn.Module, device: torch.device) -> ZeroEngine:
-    """The ZeRO engine as the job wants it, over torch.distributed's default group."""
-    return ZeroEngine(model, engine_config(spec), device=device)
+def make_engine(
+    spec: JobSpec,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None = None,
+    generation: int = 0,
+    blank: bool = False,
+    baseline_bytes: int | None = None,
+) -> ZeroEngine:
+    """The ZeRO engine as the job wants it. group: default torch.distributed's; blank: to be filled at once.
+
+    baseline_bytes: of the process's first engine; None for that one.
+    """
+    return ZeroEngine(
+        model,
+        engine_config(spec),
+        device=device,
+        group=group,
+        generation=generation,
+        blank=blank,
+        baseline_bytes=baseline_bytes,
+    )
 
 
 def resume(engine: ZeroEngine, batches: Batches, path: Path) -> None:
@@ -93,6 +114,7 @@ class TrainingLoop:
         wishes: Wishes,
         sink: Sink,
         settle: Callable[[], object] = lambda: None,
+        after_step: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -103,6 +125,7 @@ class TrainingLoop:
         self._wishes = wishes
         self._sink = sink
         self._settle = settle
+        self._after_step = after_step
         self._clock = clock
         self._wall = wall
         self._memory: tuple[MemoryUse, int] | None = None
@@ -122,16 +145,23 @@ class TrainingLoop:
             agreed = self._step()
             done = engine.steps_done
             stop = next((wish for wish in STOPS if wish in agreed), None)
-            if done == last:
-                self._save("final")
-            elif stop:
-                self._save(stop.value)
+            reason = self._reason_to_save(agreed, done)
+            if reason:
+                self._save(reason)
+            if stop and done < last:
                 return Outcome(step=done, reason=stop)
-            elif Wish.CHECKPOINT in agreed:
-                self._save("demand")
-            elif self._spec.checkpoints.every_steps and done % self._spec.checkpoints.every_steps == 0:
-                self._save("interval")
         return Outcome(step=last)
+
+    def _reason_to_save(self, agreed: frozenset[Wish], done: int) -> str | None:
+        """Why a checkpoint is due after step `done`. A resize is no reason: the state stays in memory."""
+        every = self._spec.checkpoints.every_steps
+        if done == self._spec.steps:
+            return "final"
+        if Wish.PAUSE in agreed:
+            return "pause"
+        if Wish.CHECKPOINT in agreed:
+            return "demand"
+        return "interval" if every and done % every == 0 else None
 
     def _step(self) -> frozenset[Wish]:
         """One step and its report; returns the wishes that some rank has put to the vote."""
@@ -148,6 +178,7 @@ class TrainingLoop:
                 "In the job: optimizer.lr, schedule.warmup_steps, optimizer.clip_norm, precision"
             ) from error
         self._tell(report, samples, self._clock() - began)
+        self._after_step()
         return frozenset(wish for wish, votes in zip(Wish, report.ballot, strict=True) if votes)
 
     def _micro_batch(self, step: int, micro_batch: int) -> list[int]:

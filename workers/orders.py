@@ -34,8 +34,12 @@ class Orders:
                     self._checkpoint = True
         self._changed.set()
 
+    def wake(self) -> None:
+        """Something has happened elsewhere that whoever waits here should look at."""
+        self._changed.set()
+
     def wait(self, timeout_s: float) -> None:
-        """Return after the time, or at once when something new is wanted."""
+        """Return after the time, or at once when something new is wanted or `wake` was called."""
         self._changed.wait(timeout_s)
         self._changed.clear()
 

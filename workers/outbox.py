@@ -5,6 +5,7 @@ Bounded: a training thread that is 10,000 notices ahead waits for the controller
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 CAPACITY = 10_000
@@ -14,13 +15,17 @@ PAGE = 1_000
 class Outbox:
     """Numbered from 1, over the life of the worker."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self, capacity: int = CAPACITY, *, on_settling: Callable[[], None] = lambda: None
+    ) -> None:
+        """on_settling: called when someone begins to wait until all has been handed out."""
         self._capacity = capacity
         self._notices: deque[dict[str, Any]] = deque()
         self._last = 0
         self._handed_out = 0
         self._room = threading.Condition()
         self._closed = False
+        self._on_settling = on_settling
 
     def put(self, notice: dict[str, Any]) -> None:
         """Add a notice; while the box is full, wait until it has been emptied or closed."""
@@ -46,6 +51,7 @@ class Outbox:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until every notice was handed out once, or the box is closed; False if it took too long."""
+        self._on_settling()
         with self._room:
             return self._room.wait_for(lambda: self._handed_out == self._last or self._closed, timeout_s)
 

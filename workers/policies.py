@@ -1,9 +1,11 @@
 """What to do next, decided from values alone: no Ray, no clock, no waiting. The conductor acts on it.
 
 assemble   which workers to start or recover a group with, or what to wait for
-resize     how to get from the current number of workers to the wanted one
+resize     how to get from the current number of workers to the one that was asked for
+grow_back  how a group that lost workers gets its number back
+hold_off_s how long nobody is sought after losses in a row
 judge      what the ends and deaths of a group's workers mean
-losses_spent  whether lost workers have used up the job's chances
+losses_spent  whether lost workers or nodes have used up the job's chances
 outside    whether a number of workers is beyond the job's bounds
 """
 
@@ -81,20 +83,24 @@ def assemble(
     bounds: Bounds,
     survivors: int,
     joiners: Joiners,
+    hold_off_s: float,
     waited_s: float,
     patience_s: float,
-) -> Wait | Seek | Drop | Proceed:
-    """Gather a group where none trains: at the start, or after a loss.
+) -> Wait | Seek | Proceed:
+    """Gather a group where none trains: at the start, for a resize, or after a loss.
 
-    Waits `patience_s` for places of all that are wanted; then goes on with as many as there are, if the job
-    accepts so few, and otherwise keeps waiting. Those that are placed already are waited for: their start-up
-    is bounded elsewhere.
+    Survivors do not wait for others as long as they are enough: they go on at once, and the group grows back
+    while it trains. Where nobody holds anything, places of all that are wanted are waited for `patience_s`;
+    then the job goes on with as many as there are, if it accepts so few. Those that are placed already are
+    waited for: their start-up is bounded elsewhere. Nobody is sought for another `hold_off_s`.
     """
     have = survivors + joiners.ready
-    if survivors + joiners.total < wanted:
-        return Seek(wanted - survivors - joiners.total)
     if have >= wanted:
-        return Drop(joiners.total) if joiners.total and survivors >= wanted else Proceed(wanted)
+        return Proceed(wanted)
+    if survivors and have >= bounds.least:
+        return Proceed(have, f"{have} of {wanted} workers are there")
+    if survivors + joiners.total < wanted:
+        return Seek(wanted - survivors - joiners.total) if hold_off_s <= 0 else Wait()
     if joiners.warming or waited_s < patience_s:
         return Wait()
     places = f"places for {have} of {wanted} workers within {patience_s:g} s"
@@ -137,6 +143,42 @@ def resize(  # noqa: PLR0911 - one return for each case
     return Wait()
 
 
+def grow_back(
+    *,
+    current: int,
+    wanted: int,
+    joiners: Joiners,
+    hold_off_s: float,
+    waited_s: float,
+    patience_s: float,
+) -> Wait | Seek | Drop | Proceed | None:
+    """Bring a group that trains with fewer workers than wanted back to their number; None: it has it.
+
+    Nothing is refused: places are waited for as long as it takes. If some are ready and no place was found for
+    the others for `patience_s`, those that are ready join. Nobody is sought for another `hold_off_s`.
+    """
+    need = max(wanted - current, 0)
+    if joiners.total > need:
+        return Drop(joiners.total - need)
+    if need == 0:
+        return None
+    if joiners.ready == need:
+        return Proceed(wanted)
+    if joiners.ready and not joiners.warming and waited_s >= patience_s:
+        return Proceed(current + joiners.ready)
+    if joiners.total < need and hold_off_s <= 0:
+        return Seek(need - joiners.total)
+    return Wait()
+
+
+def hold_off_s(losses_in_a_row: int, *, first_s: float, cap_s: float) -> float:
+    """How long after the last of so many losses nobody is sought: not at all after one, then doubling."""
+    if losses_in_a_row < 2:
+        return 0.0
+    # The exponent is bounded: beyond it every sensible cap is reached, and a float would overflow.
+    return float(min(cap_s, first_s * 2.0 ** min(losses_in_a_row - 2, 60)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """A worker of the group as it stands."""
@@ -146,6 +188,8 @@ class Member:
     death: str | None = None
     """How its process ended, if it has."""
     outcome: Outcome | None = None
+    leaves: bool = False
+    """Only there to hand over what it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +199,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """All ranks have stopped at the same step, with its checkpoint committed."""
+    """All ranks have stopped at the same step: for a pause with its checkpoint committed."""
 
     reason: Wish
     step: int
@@ -194,6 +238,8 @@ def judge(members: Sequence[Member], *, failing_s: float, grace_s: float) -> End
     A death explains the failures around it, so it comes first; then the job's own fault. A broken collective
     alone is a symptom: for `grace_s` after the first (`failing_s` ago) its cause may still come to light.
     """
+    # One that has handed over what it held is needed no more.
+    members = [m for m in members if not (m.leaves and m.outcome and m.outcome.left)]
     dead = [member for member in members if member.death is not None]
     if dead:
         cause = "; ".join(f"rank {member.rank} ({member.worker}): {member.death}" for member in dead)
@@ -214,11 +260,17 @@ def judge(members: Sequence[Member], *, failing_s: float, grace_s: float) -> End
     return Finished() if first.reason is None else Stopped(first.reason, first.step)
 
 
-def losses_spent(*, losses: int, most: int) -> GivenUp | None:
-    """GivenUp after more than `most` lost workers in this attempt; None while the job may go on."""
-    if losses <= most:
-        return None
-    return GivenUp(f"{losses} workers were lost, more than recovery.max_worker_losses {most} allows")
+def losses_spent(
+    *, workers: int, most_workers: int, nodes: int, most_nodes: int
+) -> GivenUp | None:
+    """GivenUp after more lost workers or nodes in this attempt than allowed; None while the job may go on."""
+    if workers > most_workers:
+        return GivenUp(
+            f"{workers} workers were lost, more than recovery.max_worker_losses {most_workers} allows"
+        )
+    if nodes > most_nodes:
+        return GivenUp(f"{nodes} nodes were lost, more than recovery.max_node_losses {most_nodes} allows")
+    return None
 
 
 def outside(bounds: Bounds, wanted: int) -> str | None:

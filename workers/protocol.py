@@ -13,7 +13,7 @@ class Activity(StrEnum):
 
     IDLE = "idle"
     FORMING = "forming"
-    LOADING = "loading"
+    STARTING = "starting"
     TRAINING = "training"
 
 
@@ -28,7 +28,7 @@ class Wish(StrEnum):
     PAUSE = "pause"
 
 
-STOPS = (Wish.RESIZE, Wish.PAUSE)
+STOPS = (Wish.PAUSE, Wish.RESIZE)
 """The wishes that end a group at the step boundary where all have heard of them."""
 
 
@@ -47,15 +47,43 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A worker's place in one generation, and where it starts from."""
+    """A worker's place in one generation, and where its state may come from.
+
+    All `participants` meet and move the state; those with a rank below `world_size` train then, the others
+    are leaving.
+    """
 
     generation: int
     rank: int
     world_size: int
+    participants: int
     store: str
-    """host:port of the key-value store at which the group meets."""
+    """host:port of the key-value store at which they meet."""
+    carries: bool
+    """Whether some participant may hold state of an earlier generation."""
     checkpoint: str | None
-    """Folder of the checkpoint to load; None: step 0."""
+    """Folder of the checkpoint to load where too little is held; None: step 0."""
+    floor_step: int = 0
+    """The checkpoint's step: no older state is gone on from."""
+
+    @property
+    def leaves(self) -> bool:
+        return self.rank >= self.world_size
+
+
+class Source(StrEnum):
+    """Where a generation's state came from.
+
+    live        from the parts that its participants held
+    replica     the same, lost parts from their replicas
+    checkpoint  from files
+    start       from the seed
+    """
+
+    LIVE = "live"
+    REPLICA = "replica"
+    CHECKPOINT = "checkpoint"
+    START = "start"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +97,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a worker's part in a generation ended: all steps done, unless `reason` or `failure` is there."""
+    """How a worker's part in a generation ended: all steps done, unless something else is said."""
 
     step: int
     """Steps finished, over the life of the job."""
     reason: Wish | None = None
     """The agreed wish that stopped the group."""
+    left: bool = False
+    """It was leaving: the others have what they needed of it."""
     failure: Failure | None = None
 
 
@@ -87,7 +117,14 @@ class Begun:
     time: float
     """Unix seconds."""
     seconds: dict[str, float]
-    """How long it took to `form` the group, `start` the engine and `load` the checkpoint."""
+    """How long it took to `form` the group, `start` the engine, `move` what was held, `load` a checkpoint."""
+    source: Source
+    bytes_moved: int = 0
+    """Sent between all ranks, so that each has its part."""
+    bytes_needed: int = 0
+    """The same by arithmetic: what changed its owner."""
+    replica_ranks: tuple[int, ...] = ()
+    """Ranks of the generation before whose part came from a replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +133,11 @@ class Readiness:
 
     pid: int
     node: str
+    store: str = ""
+    """host:port at which this worker would host a meeting."""
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    samples: int = 0
+    """Samples in the data."""
     failure: Failure | None = None
 
 
@@ -110,6 +151,8 @@ class Poll:
     generation: int
     activity: Activity
     step: int
+    news: int
+    """To be given with the next poll, which is answered at once if there has been news since."""
     notices: tuple[dict[str, Any], ...]
     upto: int
     begun: Begun | None

@@ -1,7 +1,8 @@
-"""How a generation's ranks meet: a key-value store at rank 0's worker, and one process group at a time.
+"""How a generation's participants meet: a key-value store at rank 0's worker, and a process group of them.
 
-A live process joins, leaves and joins again; each generation's keys are apart. Ports are chosen by the
-operating system at the moment of binding. Another thread may abort the group: a rank that waits in a
+Those that are leaving take part as well, behind the others; the ranks that train then have a second group to
+themselves. A live process joins, leaves and joins again; each generation's keys are apart. Ports are chosen
+by the operating system at the moment of binding. Another thread may abort the groups: a rank that waits in a
 collective then fails at once instead of at the collective's timeout.
 
 Knows torch.distributed; neither Ray nor the engine.
@@ -13,21 +14,35 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from workers.errors import DeviceError, RendezvousError
 
 FORM_TIMEOUT_S = 30.0
 """Longest wait for the other ranks of a generation to arrive."""
 
-_ARRIVAL_POLL_S = 0.005
+CONNECT_TIMEOUT_S = 8.0
+"""Longest wait for a connection to a rank that has arrived. An abort does not reach a rank that waits here,
+so it must come to its end sooner than it would be given up as stuck."""
+
+_ARRIVAL_POLL_S = 0.002
 _ABORT_TAG = 1 << 30
 """No message of the engine carries it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What a worker has joined. `training` is None for one that is leaving, and `everyone` if nobody is."""
+
+    everyone: dist.ProcessGroup
+    training: dist.ProcessGroup | None
 
 
 class Rendezvous:
@@ -41,6 +56,7 @@ class Rendezvous:
         self._lock = threading.Lock()
         self._aborted: int | None = None
         self._generation: int | None = None
+        self._groups: tuple[dist.ProcessGroup, ...] = ()
 
     def host(self) -> str:
         """Open this worker's store, once, and return its host:port."""
@@ -52,37 +68,57 @@ class Rendezvous:
         return f"{self._address}:{self._own_store.port}"
 
     def form(
-        self, *, generation: int, rank: int, world_size: int, store: str, collective_timeout_s: float
-    ) -> None:
-        """Join a generation's group as `rank`; it becomes torch.distributed's default group.
+        self,
+        *,
+        generation: int,
+        rank: int,
+        world_size: int,
+        store: str,
+        collective_timeout_s: float,
+        participants: int | None = None,
+    ) -> Groups:
+        """Join a generation as `rank`; all its participants become torch.distributed's default group.
 
+        participants: the ranks that meet; those from `world_size` on are leaving. Default: none is.
         Raises RendezvousError if the others do not arrive in time, or if the generation was aborted.
         """
         backend = use_interface(self._address, self._device)
+        everyone = world_size if participants is None else participants
+        timeout = timedelta(seconds=collective_timeout_s)
+        connecting = min(timeout, timedelta(seconds=CONNECT_TIMEOUT_S)) if backend == "gloo" else timeout
         host, _, port = store.rpartition(":")
         try:
             own = self._own_store
             client = own if own and own.port == int(port) and host == self._address else None
             met = PrefixStore(f"generation-{generation}", client or _connect(host, int(port), host=False))
-            self._arrive(met, generation, rank, world_size)
+            self._arrive(met, generation, rank, everyone)
             dist.init_process_group(
                 backend,
                 store=met,
                 rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=collective_timeout_s),
+                world_size=everyone,
+                timeout=connecting,
                 device_id=self._device if backend == "nccl" else None,
             )
+            groups = [dist.group.WORLD]
+            if everyone > world_size:
+                ranks = list(range(world_size))
+                groups.append(dist.new_group(ranks, timeout=connecting))
+            groups = [group for group in groups if group is not None and _is_member(group)]
+            for group in groups:
+                _set_pg_timeout(timeout, group)
         except (dist.DistError, RuntimeError) as error:
             raise RendezvousError(
-                f"generation {generation}: rank {rank} of {world_size} could not join at {store} "
+                f"generation {generation}: rank {rank} of {everyone} could not join at {store} "
                 f"over {backend}: {error}"
             ) from error
         with self._lock:
             self._generation = generation
+            self._groups = tuple(groups)
             aborted = generation == self._aborted
         if aborted:
             raise RendezvousError(f"generation {generation} was aborted while it formed")
+        return Groups(everyone=self._groups[0], training=self._groups[-1] if rank < world_size else None)
 
     def _arrive(self, store: Store, generation: int, rank: int, world_size: int) -> None:
         """Wait until all ranks are there: a missing one costs this timeout, not the collective's."""
@@ -103,13 +139,13 @@ class Rendezvous:
             if self._aborted == generation:
                 return
             self._aborted = generation
-            group = dist.group.WORLD
-            if self._generation != generation or group is None:
+            if self._generation != generation:
                 return
-            if self._device.type == "cuda":
-                group.abort()
-            else:
-                _break_pairs(group)
+            for group in self._groups:
+                if self._device.type == "cuda":
+                    group.abort()
+                else:
+                    _break_pairs(group)
 
     def aborted(self, generation: int) -> bool:
         with self._lock:
@@ -118,7 +154,7 @@ class Rendezvous:
     def leave(self) -> None:
         """Give up the current group, whole or broken. The process can join another afterwards."""
         with self._lock:
-            self._generation = None
+            self._generation, self._groups = None, ()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -170,6 +206,10 @@ def _connect(address: str, port: int, *, host: bool) -> TCPStore:
     return TCPStore(
         address, port, is_master=host, wait_for_workers=False, timeout=timedelta(seconds=FORM_TIMEOUT_S)
     )
+
+
+def _is_member(group: object) -> bool:
+    return group is not dist.GroupMember.NON_GROUP_MEMBER
 
 
 def _break_pairs(group: dist.ProcessGroup) -> None:

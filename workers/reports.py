@@ -95,6 +95,11 @@ class RankReport(_Wire):
     predicted: MemoryUse
     resident_bytes: int = Field(description="Proportional set size of the process (device memory on a GPU).")
     samples: list[int] | None = Field(None, description="Ids of the samples read, where the ledger is on.")
+    rebuilt: bool = Field(
+        False,
+        description="Written by the controller for a rank that was lost before it had told the step, of which "
+        "nothing is repeated: what all ranks share and its samples; times, bytes and memory are 0.",
+    )
 
 
 class Event(_Wire):

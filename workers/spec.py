@@ -353,10 +353,56 @@ class Checkpoints(_Section):
 class Recovery(_Section):
     """What the job may spend on lost workers before it is given up."""
 
-    max_worker_losses: int = Field(10, ge=0, description="Lost workers tolerated; a wanted resize uses none.")
+    max_worker_losses: int = Field(
+        10, ge=0, description="Lost workers, and broken groups, tolerated in an attempt; a resize uses none."
+    )
+    max_node_losses: int = Field(
+        5, ge=0, description="Lost nodes tolerated in an attempt; their workers do not count as lost workers."
+    )
+    backoff_s: PositiveFloat = Field(
+        1.0,
+        description="Seconds before a replacement is sought after the second loss in a row; doubled with each "
+        "further one. The first one's is sought at once.",
+    )
+    backoff_cap_s: PositiveFloat = Field(
+        60.0,
+        description="Longest such wait, in seconds; so long without a loss, and the next one counts as the "
+        "first.",
+    )
     collective_timeout_s: PositiveFloat = Field(
         600.0,
         description="Longest wait in one collective, in seconds; a lost worker is noticed by its death.",
+    )
+
+
+class Elastic(_Section):
+    """How the job's state outlives its workers, and when its group changes by itself."""
+
+    replicas: Literal[0, 1] = Field(
+        1, description="Copies of each rank's shard in the next rank's host memory. 0: a lost worker's part "
+        "comes from the last checkpoint, and all go back to it.",
+    )
+    replica_every_steps: PositiveInt = Field(
+        1, description="A copy is sent every so many steps; a loss repeats at most so many."
+    )
+    grow_back: bool = Field(
+        True, description="Whether a job that goes on with fewer workers than wanted takes more when it can."
+    )
+    capacity_wait_s: PositiveFloat = Field(
+        30.0,
+        description="How long places for a larger group are waited for, in seconds, before the resize is "
+        "refused; training goes on. With an autoscaler: longer than a node takes to start.",
+    )
+    stuck_after_s: PositiveFloat | None = Field(
+        120.0,
+        description="A rank that does not move for so long while the others wait is treated as dead, in "
+        "seconds; null: never.",
+    )
+    slow_share: float = Field(
+        0.25,
+        gt=0,
+        lt=1,
+        description="A rank that the others wait for during more than this share of the step is named slow.",
     )
 
 
@@ -389,6 +435,7 @@ class JobSpec(_Section):
     resources: Resources = Field(default_factory=Resources)
     checkpoints: Checkpoints = Field(default_factory=Checkpoints)
     recovery: Recovery = Field(default_factory=Recovery)
+    elastic: Elastic = Field(default_factory=Elastic)
     sample_ledger: bool = Field(
         False, description="Whether each rank reports the id of every sample it read (large reports)."
     )

@@ -3,6 +3,9 @@
 Its training runs in a thread of its own; the methods below may be called meanwhile from other threads, so
 that a rank stuck in a collective can still be aborted. What goes wrong in training is returned as data. Every
 command about a group names its generation; others are refused. Knows no Ray: see `workers.actor`.
+
+The process outlives its groups, and with it the model, the data and what it holds of the training state:
+snapshots are taken when a generation ends, whatever ended it, and let go when the next one can do without.
 """
 
 import gc
@@ -10,24 +13,25 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from structlog.typing import FilteringBoundLogger
 
+from workers.beginning import Beginner, Beginning
 from workers.data import Batches, open_batches
 from workers.errors import StaleGenerationError
 from workers.failures import describe
-from workers.loop import Place, TrainingLoop, Wishes, make_engine, resume
-from workers.models import build_model, load_class, vocabulary
+from workers.loop import Place, TrainingLoop, Wishes
+from workers.models import build_model, vocabulary
 from workers.naming import JobFolder
 from workers.outbox import Outbox
 from workers.protocol import Activity, Assignment, Begun, Outcome, Poll, Readiness, Wish
 from workers.rendezvous import Rendezvous, choose_device
-from workers.spec import CustomModel, JobSpec
+from workers.spec import JobSpec
+from workers.warm_up import warm_up
 from zero_core import ZeroEngine
+from zero_core.snapshot import Snapshot
 
 _SETTLE_TIMEOUT_S = 5.0
 """How long a checkpoint waits for the controller to have taken the reports before it."""
@@ -46,6 +50,16 @@ class _Part:
     thread: threading.Thread | None = None
     engine: ZeroEngine | None = None
     """While it exists: another thread may abort it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What every generation of this process uses."""
+
+    device: torch.device
+    rendezvous: Rendezvous
+    batches: Batches
+    beginner: Beginner
 
 
 class Worker:
@@ -68,30 +82,42 @@ class Worker:
         self._node = node
         self._address = address
         self._log = log
-        self._outbox = Outbox()
-        self._lock = threading.Lock()
+        self._outbox = Outbox(on_settling=self._ring)
+        self._lock = threading.Condition()
+        self._news = 0
         self._part: _Part | None = None
-        self._batches: Batches | None = None
-        self._rendezvous: Rendezvous | None = None
-        self._device = torch.device("cpu")
+        self._ready: _Prepared | None = None
+        self._held: list[Snapshot] = []
 
     def prepare(self) -> Readiness:
-        """Do all that can be done before a group exists: find the device, the data and the model's class."""
+        """Do all that can be done before a group exists, so that nothing slow is left for a pause."""
         try:
-            self._device = choose_device(gpus=self._spec.resources.gpus)
-            self._rendezvous = Rendezvous(address=self._address, device=self._device)
-            self._batches = open_batches(self._spec, vocabulary=vocabulary(self._spec))
-            if isinstance(self._spec.model, CustomModel):
-                load_class(self._spec.model.factory)
-            return Readiness(pid=os.getpid(), node=self._node, fingerprint=self._batches.fingerprint)
+            device = choose_device(gpus=self._spec.resources.gpus)
+            rendezvous = Rendezvous(address=self._address, device=device)
+            batches = open_batches(self._spec, vocabulary=vocabulary(self._spec))
+            module = build_model(self._spec)
+            torch.set_num_threads(self._spec.resources.threads)
+            warm_up(self._spec, rendezvous, device)
+            self._ready = _Prepared(
+                device,
+                rendezvous,
+                batches,
+                Beginner(self._spec, device, batches, module, on_engine=self._adopt),
+            )
+            # What has been imported stays: collecting between generations need not look at it again.
+            gc.collect()
+            gc.freeze()
+            return Readiness(
+                pid=os.getpid(),
+                node=self._node,
+                store=rendezvous.host(),
+                fingerprint=batches.fingerprint,
+                samples=batches.samples,
+            )
         except Exception as error:  # whatever it is, the controller decides what it means for the job
             failure = describe(error, aborted=False)
             self._log.error("preparing failed", error=failure.message)
             return Readiness(pid=os.getpid(), node=self._node, failure=failure)
-
-    def host(self) -> str:
-        """Open the store at which the next generation meets, and return its host:port."""
-        return self._prepared()[0].host()
 
     def begin(self, assignment: Assignment) -> None:
         """Start the training thread of a generation; it must be newer than the last, and that one over.
@@ -124,7 +150,7 @@ class Worker:
         Raises StaleGenerationError if this worker is in another generation.
         """
         part = self._current(generation)
-        rendezvous, _ = self._prepared()
+        rendezvous = self._prepared().rendezvous
         if not rendezvous.aborted(generation):
             self._log.warning("group aborted", generation=generation)
         self._outbox.close()
@@ -133,22 +159,34 @@ class Worker:
         if engine is not None:
             engine.abort()
 
-    def poll(self, after: int) -> Poll:
-        """The notices after number `after`, and how things stand."""
+    def poll(self, after: int, *, news: int = -1, wait_s: float = 0.0) -> Poll:
+        """The notices after number `after`, and how things stand.
+
+        Waits up to `wait_s` for something that the controller must hear at once, unless that has happened
+        since the poll that answered `news`; reports alone are no hurry.
+        """
         with self._lock:
-            part = self._part
-        # The outcome first: the notices before it are then all in the box.
-        outcome = part.outcome if part else None
+            self._lock.wait_for(lambda: self._news != news, wait_s)
+            # The outcome first: the notices before it are then all in the box.
+            part, news = self._part, self._news
+            outcome = part.outcome if part else None
         notices, upto, complete = self._outbox.take(after)
         return Poll(
             generation=part.assignment.generation if part else 0,
             activity=part.activity if part else Activity.IDLE,
             step=part.step if part else 0,
+            news=news if complete else -1,
             notices=notices,
             upto=upto,
             begun=part.begun if part else None,
             outcome=outcome if complete else None,
         )
+
+    def _ring(self) -> None:
+        """There is something that a waiting poll should bring home at once."""
+        with self._lock:
+            self._news += 1
+            self._lock.notify_all()
 
     def _current(self, generation: int) -> _Part:
         with self._lock:
@@ -158,14 +196,23 @@ class Worker:
             raise StaleGenerationError(f"worker {self._name} is in generation {mine}, not in {generation}")
         return part
 
-    def _prepared(self) -> tuple[Rendezvous, Batches]:
-        if self._rendezvous is None or self._batches is None:
+    def _prepared(self) -> _Prepared:
+        if self._ready is None:
             raise RuntimeError(f"worker {self._name} was not prepared, or preparing it failed")
-        return self._rendezvous, self._batches
+        return self._ready
+
+    def _adopt(self, engine: ZeroEngine) -> None:
+        """From now on an abort reaches this engine; it may have come while it was being built."""
+        with self._lock:
+            part = self._part
+        assert part is not None, "engines are built within generations"
+        part.engine = engine
+        if self._prepared().rendezvous.aborted(part.assignment.generation):
+            engine.abort()
 
     def _take_part(self, part: _Part) -> None:
-        """The training thread: join, train, leave; the outcome is the last thing that is set."""
-        rendezvous, _ = self._prepared()
+        """The training thread: join, take over, train, leave; the outcome is the last thing that is set."""
+        rendezvous = self._prepared().rendezvous
         generation = part.assignment.generation
         try:
             outcome = self._train(part)
@@ -173,14 +220,14 @@ class Worker:
                 "generation over",
                 generation=generation,
                 step=outcome.step,
-                reason=outcome.reason or "finished",
+                reason="left" if outcome.left else outcome.reason or "finished",
             )
         except BaseException as error:  # the thread's end must always be told
             failure = describe(error, aborted=rendezvous.aborted(generation))
             self._log.error("generation failed", generation=generation, fault=str(failure.fault))
             self._log.error(failure.traceback)
             outcome = Outcome(step=part.step, failure=failure)
-        # The traceback's frames held the engine; nothing may keep its memory over a change of generation.
+        # The traceback's frames held the engine; but for the snapshots, nothing of it may outlive its group.
         gc.collect()
         try:
             rendezvous.leave()
@@ -188,52 +235,95 @@ class Worker:
             self._log.warning("leaving the group failed", generation=generation, error=str(error))
         part.activity = Activity.IDLE
         part.outcome = outcome
+        self._ring()
 
     def _train(self, part: _Part) -> Outcome:
-        rendezvous, batches = self._prepared()
+        ready = self._prepared()
         assignment, spec = part.assignment, self._spec
         torch.set_num_threads(spec.resources.threads)
-        marks = [time.perf_counter()]
-        rendezvous.form(
+        began = time.perf_counter()
+        groups = ready.rendezvous.form(
             generation=assignment.generation,
             rank=assignment.rank,
             world_size=assignment.world_size,
+            participants=assignment.participants,
             store=assignment.store,
             collective_timeout_s=spec.recovery.collective_timeout_s,
         )
-        marks.append(time.perf_counter())
-        engine = make_engine(spec, build_model(spec), self._device)
-        marks.append(time.perf_counter())
-        part.engine = engine
+        form_s = time.perf_counter() - began
+        part.activity = Activity.STARTING
         try:
-            if rendezvous.aborted(assignment.generation):
-                engine.abort()  # it came while the engine was being built
-            part.activity = Activity.LOADING
-            if assignment.checkpoint is not None:
-                resume(engine, batches, Path(assignment.checkpoint))
-            marks.append(time.perf_counter())
-            form_s, start_s, load_s = (after - before for before, after in pairwise(marks))
-            part.step = engine.steps_done
-            part.begun = Begun(
-                step=engine.steps_done,
-                time=time.time(),
-                seconds={"form": form_s, "start": start_s, "load": load_s},
-            )
-            part.activity = Activity.TRAINING
-            self._log.info(
-                "training",
-                generation=assignment.generation,
-                rank=assignment.rank,
-                world_size=assignment.world_size,
-                step=part.step,
-            )
-            return self._loop(part, engine, batches).run()
+            # If this fails, what was held is held still.
+            beginning = ready.beginner.begin(assignment, groups, self._held)
+            engine = beginning.engine
+            if engine is None:
+                self._held = []
+                return Outcome(step=part.step, left=True)
+            self._keep_source(beginning)
+            self._let_go(engine)
+            self._announce(part, engine, beginning, form_s)
+            return self._loop(part, engine, ready).run()
         finally:
-            # Its hooks tie model and engine together where Python's collector cannot see it.
-            engine.detach()
-            part.engine = None
+            self._hold(part)
 
-    def _loop(self, part: _Part, engine: ZeroEngine, batches: Batches) -> TrainingLoop:
+    def _hold(self, part: _Part) -> None:
+        """The engine's group is over: keep what it holds of the state, and nothing else of it.
+
+        A step that did not come to its end here has not been told, and does not count even where its update
+        was done.
+        """
+        engine, part.engine = part.engine, None
+        if engine is None:
+            return
+        done = [snapshot for snapshot in engine.snapshots() if snapshot.step <= engine.steps_done]
+        # Beside what the last generation could not yet do without.
+        self._held = [*done, *self._held]
+        # Its hooks tie model and engine together where Python's collector cannot see it.
+        engine.detach()
+
+    def _announce(self, part: _Part, engine: ZeroEngine, beginning: Beginning, form_s: float) -> None:
+        moved, step = beginning.moved, engine.steps_done
+        part.step = step
+        part.begun = Begun(
+            step=step,
+            time=time.time(),
+            seconds={"form": form_s, **beginning.seconds},
+            source=beginning.source,
+            bytes_moved=moved.bytes_moved if moved else 0,
+            bytes_needed=moved.bytes_needed if moved else 0,
+            replica_ranks=moved.replica_ranks if moved else (),
+        )
+        part.activity = Activity.TRAINING
+        self._ring()
+        assignment = part.assignment
+        self._log.info(
+            "training",
+            generation=assignment.generation,
+            rank=assignment.rank,
+            world_size=assignment.world_size,
+            step=step,
+            source=beginning.source.value,
+        )
+
+    def _keep_source(self, beginning: Beginning) -> None:
+        """What the state was not taken from could not be put together, and never will be."""
+        moved = beginning.moved
+        self._held = [
+            snapshot
+            for snapshot in self._held
+            if moved is not None and (snapshot.step, snapshot.generation) == (moved.step, moved.generation)
+        ]
+
+    def _let_go(self, engine: ZeroEngine) -> None:
+        """Drop the snapshots of earlier generations as soon as nobody can need them any more.
+
+        Without replicas that is when the state has been taken over, which all ranks did or none; with them,
+        when this generation's own first replicas are committed: until then a rank that is lost has its part
+        in those of the generation before only.
+        """
+        self._held = []
+
+    def _loop(self, part: _Part, engine: ZeroEngine, ready: _Prepared) -> TrainingLoop:
         assignment = part.assignment
         return TrainingLoop(
             spec=self._spec,
@@ -243,13 +333,14 @@ class Worker:
                 rank=assignment.rank,
                 world_size=assignment.world_size,
                 checkpoints=self._folder.checkpoints,
-                device=self._device,
+                device=ready.device,
             ),
             engine=engine,
-            batches=batches,
+            batches=ready.batches,
             wishes=part.wishes,
             sink=lambda notice: self._put(part, notice),
             settle=lambda: self._outbox.settle(_SETTLE_TIMEOUT_S),
+            after_step=lambda: self._let_go(engine),
         )
 
     def _put(self, part: _Part, notice: dict[str, Any]) -> None:

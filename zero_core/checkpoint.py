@@ -13,7 +13,7 @@ carries the counts of steps and of updates, and the loss scale.
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError
 from zero_core.layout import pulls
 from zero_core.manifest import Manifest
+from zero_core.snapshot import HeldState, held_states, persistent_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +41,13 @@ class SavedCheckpoint:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class HeldState:
-    """Elements [start, start + len) of a unit, of one kind of state, that this rank holds in `tensor`."""
-
-    unit: int
-    kind: str
-    start: int
-    tensor: torch.Tensor
-
-
 def save(engine: ZeroEngine, root: Path, *, extra: Mapping[str, Any], generation: int) -> SavedCheckpoint:
     """Write the state after the last step to a folder of its own under `root`, and commit it.
 
     extra  JSON values to be returned by `load`. A step that this generation has already committed is not
     written again. Raises CheckpointError on every rank if any rank failed; then nothing is committed.
     """
+    engine.require_state()
     began, step = time.perf_counter(), engine.steps_done
     final = root / manifests.folder_name(step, generation)
     if _all_agree(engine, (final / manifests.MANIFEST).is_file()):
@@ -84,49 +76,28 @@ def load(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
     with together(engine.collectives, f"loading {folder}", CheckpointError):
         manifest = manifests.read(folder)
         _check_same_model(engine, manifest, folder)
+        engine.begin_filling()
         with _Shards(folder) as shards:
-            for held in held_states(engine, whole_replicas=True):
+            for held in held_states(engine.optimizer.states, engine.units, whole_replicas=True):
                 _fill(engine, manifest, shards, held)
         _load_buffers(engine, folder / manifests.BUFFERS)
-        engine.steps_done = manifest.step
-        engine.optimizer.steps_done = manifest.step if manifest.updates is None else manifest.updates
-        engine.gate.load_state_dict(manifest.loss_scale)
+    updates = manifest.step if manifest.updates is None else manifest.updates
+    engine.filled(step=manifest.step, updates=updates, gate=manifest.loss_scale)
     engine.refresh_parameters()
     return dict(manifest.extra)
-
-
-def held_states(engine: ZeroEngine, *, whole_replicas: bool) -> Iterator[HeldState]:
-    """The flat states of this rank: all it holds, or only the part it owns of what is replicated."""
-    for state in engine.optimizer.states:
-        for kind in state.kinds:
-            tensor, start = getattr(state, kind), state.start
-            if not whole_replicas:
-                tensor = tensor[state.unit.start - start : state.unit.stop - start]
-                start = state.unit.start
-            yield HeldState(state.unit.index, kind, start, tensor)
-    for unit in engine.units:
-        if unit.unit.trainable:
-            continue
-        if unit.shard is not None:
-            yield HeldState(unit.index, "model", unit.start, unit.shard)
-            continue
-        assert unit.full is not None
-        start, stop = (0, unit.numel) if whole_replicas else (unit.start, unit.stop)
-        yield HeldState(unit.index, "model", start, unit.full[start:stop])
 
 
 def _write_shard(engine: ZeroEngine, folder: Path) -> None:
     tensors = {
         f"{held.kind}/{held.unit}": held.tensor.detach().cpu().contiguous()
-        for held in held_states(engine, whole_replicas=False)
+        for held in held_states(engine.optimizer.states, engine.units, whole_replicas=False)
         if held.tensor.numel()
     }
     _save_durably(tensors, folder / manifests.shard_name(engine.rank))
     if engine.rank == 0:
+        kept = persistent_buffers(engine.module)
         buffers = {
-            n: b.detach().cpu().contiguous()
-            for n, b in engine.module.state_dict().items()
-            if n in persistent_buffers(engine)
+            n: b.detach().cpu().contiguous() for n, b in engine.module.state_dict().items() if n in kept
         }
         _save_durably(buffers, folder / manifests.BUFFERS)
 
@@ -237,23 +208,17 @@ def _fill(engine: ZeroEngine, manifest: Manifest, shards: _Shards, held: HeldSta
         held.tensor[move.start - held.start : move.stop - held.start].copy_(part)
 
 
-def persistent_buffers(engine: ZeroEngine) -> set[str]:
-    """Names of the buffers that belong to the state (the persistent ones)."""
-    return set(engine.module.state_dict()) & {name for name, _ in engine.module.named_buffers()}
-
-
 @torch.no_grad()
 def _load_buffers(engine: ZeroEngine, path: Path) -> None:
-    wanted = persistent_buffers(engine)
-    own = dict(engine.module.named_buffers())
+    own = persistent_buffers(engine.module)
     with safe_open(path, framework="pt") as file:
         saved = set(file.keys())
-        if saved != wanted:
+        if saved != set(own):
             raise CheckpointError(
-                f"{path}: missing buffers {sorted(wanted - saved)}, unknown {sorted(saved - wanted)}"
+                f"{path}: missing buffers {sorted(set(own) - saved)}, unknown {sorted(saved - set(own))}"
             )
-        for name in wanted:
-            own[name].copy_(file.get_tensor(name))
+        for name, buffer in own.items():
+            buffer.copy_(file.get_tensor(name))
 
 
 def _all_agree(engine: ZeroEngine, value: bool) -> bool:

@@ -12,9 +12,9 @@ It knows nothing of data, checkpoints' files or where ranks run.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from zero_core.memory import (
     occupied_bytes,
     resident_bytes,
 )
+from zero_core.moving import StateId
 from zero_core.optimizer import FlatOptimizer
 from zero_core.partition import bytes_of, device_of, partition
 from zero_core.precision import StepGate
@@ -49,6 +50,7 @@ from zero_core.reduction import Reducer
 from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
 from zero_core.saving import SavingHooks
 from zero_core.schedule import rates
+from zero_core.snapshot import Snapshot, Standing, form_of, persistent_buffers, take
 from zero_core.summation import EXPANSION, collect, exact_square_sum, expand
 from zero_core.trees import map_tensors
 from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
@@ -98,6 +100,11 @@ class ZeroEngine:
     device  default: where the model's parameters are; the CPU for those on the meta device
     initialise  fills the own parameters and buffers of a module on the meta device, given the module and its
             name; default: the module's `reset_parameters`. Units are filled one at a time.
+    generation  number of this group among those that train the model one after the other
+    blank   lay parameters and states out without values: `reshard.take_over` or `checkpoint.load` fills them.
+            The module may have served a detached engine before, at any stage.
+    baseline_bytes  what the process occupies without a model, for the memory report: an earlier engine's
+            `baseline_bytes`, where its memory is still held. Default: measured now
 
     Parameters that do not require gradients now are frozen for good: gathered at stage 3, never stepped.
     Others may be frozen, and unfrozen again, between steps, on every rank alike: while frozen they keep their
@@ -114,11 +121,17 @@ class ZeroEngine:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         initialise: Initialise | None = None,
+        generation: int = 0,
+        blank: bool = False,
+        baseline_bytes: int | None = None,
     ) -> None:
         self.module = model
         self.config = config
+        self.generation = generation
         self.device = torch.device(device) if device is not None else device_of(model)
-        baseline = occupied_bytes(self.device) - bytes_of(model, self.device)
+        if baseline_bytes is None:
+            baseline_bytes = occupied_bytes(self.device) - bytes_of(model, self.device)
+        self.baseline_bytes = baseline_bytes
         self._checkpoints = store_for(model, config, self.device)
         self.collectives = Collectives(
             group,
@@ -141,13 +154,16 @@ class ZeroEngine:
                 "every rank needs at least one"
             )
         self._lay_out()
-        self._hold(initialise)
-        self._measure(baseline)
+        self._hold(initialise, blank=blank)
+        self._measure(baseline_bytes)
         self._round = self._computed = 0
         self._losses: list[torch.Tensor] = []
         self._trace: list[tuple[FlatUnit, str]] = []
         self._trace_ended = True
         self._evaluating = False
+        self._revision = 0
+        self._standing = None if blank else self._stand(0, whole=True)
+        """Where the state stands; None while it is not whole: blank, in an update, or being filled."""
         self.collectives.ledger.take()  # what building cost is no step's
 
     def _lay_out(self) -> None:
@@ -169,7 +185,7 @@ class ZeroEngine:
             for (numel, dtype), count in buffers(self.layout, config).items():
                 pool.reserve(numel, held_dtype(dtype, config.precision), count=count)
 
-    def _hold(self, initialise: Initialise | None) -> None:
+    def _hold(self, initialise: Initialise | None, *, blank: bool) -> None:
         """Partition the model, and wire what gathers, reduces and steps it."""
         config = self.config
         self._gatherer = Gatherer(
@@ -182,7 +198,9 @@ class ZeroEngine:
             prefetch=config.prefetch_units > 0,
         )
         self._states_arena = Arena(budget.optimizer_arena_bytes(self.layout, config, self.rank), self.device)
-        states = partition(self.module, self.units, self.collectives, config, initialise, self._states_arena)
+        states = partition(
+            self.module, self.units, self.collectives, config, initialise, self._states_arena, blank=blank
+        )
         self.optimizer = FlatOptimizer(config, states)
         self.gate = StepGate(config)
         self.steps_done = 0
@@ -244,6 +262,7 @@ class ZeroEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Floating tensors among the arguments are cast to the compute dtype."""
+        self.require_state()
         training = torch.is_grad_enabled()
         if training and self._computed >= len(self.micro_batches):
             raise UsageError(
@@ -326,10 +345,13 @@ class ZeroEngine:
         passes = self.gate.passes(grad_norm=grad_norm, loss=loss, step=self.steps_done)
         if passes:
             gradients = self._held_gradients()
+            self._standing = None
             with self._timed("optimizer"):
                 self.optimizer.step(gradients, rates=by_group, divisor=scale / coefficient)
+            self._standing = self._stand(self.steps_done + 1, whole=self.config.stage == 0)
             self._share_parameters()
         self.steps_done += 1
+        self._standing = self._stand(self.steps_done, whole=True)
         self.collectives.steps += 1
         sent, transport, seconds = self.collectives.ledger.take()
         return StepReport(
@@ -360,6 +382,7 @@ class ZeroEngine:
         modified on some ranks only or otherwise than on others, was modified without `write`, or where the
         body failed on another rank.
         """
+        self.require_state()
         boundary = self._computed == 0 and self._trace_ended
         return self._access.whole(write=write, names=names, at_boundary=boundary)
 
@@ -424,14 +447,78 @@ class ZeroEngine:
             ),
         )
 
+    # -- the state as a whole, from outside -------------------------------------------------------
+
+    def snapshots(self) -> list[Snapshot]:
+        """What this rank holds that is whole and consistent, for `reshard.take_over`. Nothing is copied.
+
+        Meant for the end of a group's life, after its last step or after any failure: snapshots of the live
+        state follow the engine's steps until it is detached. Of an interrupted update there is none.
+        """
+        return [] if self._standing is None else [self._snapshot(self._standing)]
+
+    def require_state(self) -> None:
+        """Raises UsageError while the engine has no whole state."""
+        if self._standing is None:
+            raise UsageError(
+                f"rank {self.rank} holds no whole state: its engine was built blank, or an update or a load "
+                "was interrupted; fill it with reshard.take_over or checkpoint.load"
+            )
+
+    def begin_filling(self) -> Snapshot:
+        """States are about to be written from outside; until `filled` the engine is of no use.
+
+        Returns all places to be filled, as a snapshot whose meta says nothing.
+        """
+        self._standing = None
+        return self._snapshot(self._stand(0, whole=True))
+
+    @torch.no_grad()
+    def filled(
+        self,
+        *,
+        step: int,
+        updates: int,
+        gate: Mapping[str, Any] | None,
+        state: StateId | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Masters, moments and frozen units hold another state now.
+
+        step, updates, gate  where training stands: steps of data, the optimizer's count, the loss scale
+        state  the name of the state, where other ranks may hold parts of it under that name
+        whole  whether other ranks' parts of the parameters are up to date as well, at stages 1 and 2; else
+               `refresh_parameters` has to follow
+        """
+        self.steps_done, self.optimizer.steps_done = step, updates
+        self.gate.load_state_dict(gate)
+        for held in self.optimizer.states:
+            if held.master.dtype != held.compute.dtype:
+                held.compute.copy_(held.master)
+        self._standing = replace(
+            self._stand(step, whole=whole), state=state or StateId(step, self.generation)
+        )
+
     def refresh_parameters(self) -> None:
-        """After masters were written from outside (a checkpoint): bring the parameters up to date."""
-        with torch.no_grad():
-            for state in self.optimizer.states:
-                if state.master.dtype != state.compute.dtype:
-                    state.compute.copy_(state.master)
+        """After `filled`: gather parameters from the owners of their masters. Collective."""
         self._share_parameters()
+        if self._standing is not None:
+            self._standing = replace(self._standing, whole=True)
         self.collectives.ledger.take()
+
+    def _stand(self, step: int, *, whole: bool) -> Standing:
+        name = StateId(step, self.generation, self._revision)
+        return Standing(name, self.optimizer.steps_done, self.gate.state_dict(), whole)
+
+    def _snapshot(self, standing: Standing) -> Snapshot:
+        return take(
+            form_of(self.module, self.layout, self.config),
+            self.rank,
+            standing,
+            states=self.optimizer.states,
+            units=self.units,
+            buffers=persistent_buffers(self.module),
+        )
 
     # -- within a step ----------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@
     |- NonFiniteError       a loss or a gradient norm is inf or nan
     |  `- LossScaleError    fp16 gradients overflow at the smallest loss scale
     |- ArenaError           more was put into a block of memory than it was built for
-    `- CheckpointError      a checkpoint cannot be written, or read back exactly
+    |- CheckpointError      a checkpoint cannot be written, or read back exactly
+    `- ReshardError         a state cannot go from one group of ranks to another
+       `- NothingHeldError  the ranks that are left hold no whole state
 
 Each message says what failed, the value seen and what to change. `assert` guards our own invariants only.
 """
@@ -58,3 +60,11 @@ class ArenaError(ZeroError):
 
 class CheckpointError(ZeroError):
     """A checkpoint cannot be written, or cannot be read back exactly."""
+
+
+class ReshardError(ZeroError):
+    """A state cannot be taken over by another group of ranks: of another model, or a rank failed."""
+
+
+class NothingHeldError(ReshardError):
+    """What the ranks that are left hold does not add up to a whole state."""

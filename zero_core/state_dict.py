@@ -6,16 +6,16 @@ back into an engine of the same N and stage; other ones are the business of `che
 here are collective, and an error on one rank is an error on all. Knows nothing of files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from zero_core.agreement import together
-from zero_core.checkpoint import held_states, persistent_buffers
 from zero_core.engine import ZeroEngine
 from zero_core.errors import StateDictError, UsageError
+from zero_core.snapshot import HeldState, held_states, persistent_buffers
 from zero_core.units import FlatUnit
 
 
@@ -40,6 +40,7 @@ def full_state_dict(
     """
     if dtype not in (None, "master"):
         raise UsageError(f"dtype {dtype!r} of a full state dict must be None or 'master'")
+    engine.require_state()
     wanted = engine.rank == 0 or not rank0_only
     live = engine.module.state_dict(keep_vars=True)
     result: dict[str, Any] = dict.fromkeys(live) if wanted else {}
@@ -71,6 +72,7 @@ def load_full_state_dict(engine: ZeroEngine, state: Mapping[str, Any] | None) ->
     nothing, where names are missing or unknown, a shape or an integer type differs, or tied names differ in
     value.
     """
+    engine.require_state()
     live = engine.module.state_dict(keep_vars=True)
     entries = _entries(engine, live)
     with together(engine.collectives, "loading a full state dict", StateDictError):
@@ -94,8 +96,8 @@ def load_full_state_dict(engine: ZeroEngine, state: Mapping[str, Any] | None) ->
             held = states[unit.index]
             held.master.copy_(flat[held.start : held.stop])
         del flat
-    own = dict(engine.module.named_buffers())
-    for name in sorted(persistent_buffers(engine)):
+    own = persistent_buffers(engine.module)
+    for name in sorted(own):
         source = values[name] if values else own[name]
         buffer = torch.empty(own[name].shape, dtype=own[name].dtype, device=engine.device).copy_(source)
         engine.collectives.broadcast(buffer.reshape(-1).view(torch.uint8))  # whatever its dtype
@@ -115,20 +117,21 @@ def sharded_state_dict(engine: ZeroEngine) -> dict[str, Any]:
     flat, elements [start, stop) of the unit, in which a parameter begins at `offset`. At stage 0 every rank
     holds, and gets, all.
     """
+    engine.require_state()
     ranges = {}
-    for held in held_states(engine, whole_replicas=_replicated(engine)):
+    for held in _held(engine):
         ranges[f"{held.kind}/{held.unit}"] = {
             **_describe(engine, held.unit, held.kind, held.start, held.tensor.numel()),
             "tensor": held.tensor.detach().clone(),
         }
-    own = dict(engine.module.named_buffers())
+    own = persistent_buffers(engine.module)
     return {
         **_header(engine),
         "step": engine.steps_done,
         "updates": engine.optimizer.steps_done,
         "loss_scale": engine.gate.state_dict(),
         "ranges": ranges,
-        "buffers": {name: own[name].detach().clone() for name in sorted(persistent_buffers(engine))},
+        "buffers": {name: own[name].detach().clone() for name in sorted(own)},
     }
 
 
@@ -139,18 +142,16 @@ def load_sharded_state_dict(engine: ZeroEngine, state: Mapping[str, Any]) -> Non
     Raises StateDictError on every rank, and changes nothing, if any rank's is of another N, rank, stage,
     precision or model, or lacks a range.
     """
-    targets = {
-        f"{held.kind}/{held.unit}": held for held in held_states(engine, whole_replicas=_replicated(engine))
-    }
-    own = dict(engine.module.named_buffers())
+    targets = {f"{held.kind}/{held.unit}": held for held in _held(engine)}
+    own = persistent_buffers(engine.module)
     with together(engine.collectives, "loading a sharded state dict", StateDictError):
         _check_sharded(engine, state, targets, own)
+    engine.begin_filling()
     for key, held in targets.items():
         held.tensor.copy_(state["ranges"][key]["tensor"])
-    for name in persistent_buffers(engine):
-        own[name].copy_(state["buffers"][name])
-    engine.steps_done, engine.optimizer.steps_done = state["step"], state["updates"]
-    engine.gate.load_state_dict(state["loss_scale"])
+    for name, buffer in own.items():
+        buffer.copy_(state["buffers"][name])
+    engine.filled(step=state["step"], updates=state["updates"], gate=state["loss_scale"])
     for unit in engine.units:  # frozen ones, of which stages 1 and 2 hold a part in the dict
         if not unit.unit.trainable and unit.full is not None and not _replicated(engine):
             _share(engine, unit, unit.full)
@@ -200,6 +201,11 @@ def _share(engine: ZeroEngine, unit: FlatUnit, flat: torch.Tensor, receivers: in
     )
 
 
+def _held(engine: ZeroEngine) -> Iterator[HeldState]:
+    """The ranges of one rank's dict: at stage 0 everything, else its own part."""
+    return held_states(engine.optimizer.states, engine.units, whole_replicas=_replicated(engine))
+
+
 def _replicated(engine: ZeroEngine) -> bool:
     """Whether every rank holds, and steps, everything."""
     return engine.config.stage == 0
@@ -227,7 +233,7 @@ def _check_full(
     ]
     if lost:
         raise StateDictError(f"the model's own state dict leaves out parameters {lost[:5]}: none to load")
-    buffers = {name: live[name] for name in persistent_buffers(engine)}
+    buffers = {name: live[name] for name in persistent_buffers(engine.module)}
     parameters = {name: live[e.names[0]] for unit in entries.values() for e in unit for name in e.names}
     for name, own in (parameters | buffers).items():
         value = state[name]
@@ -289,7 +295,7 @@ def _check_sharded(
     ranges, buffers = state["ranges"], state["buffers"]
     for what, found, wanted in (
         ("ranges", set(ranges), set(targets)),
-        ("buffers", set(buffers), persistent_buffers(engine)),
+        ("buffers", set(buffers), set(own)),
     ):
         if found != wanted:
             raise StateDictError(
