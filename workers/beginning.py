@@ -26,7 +26,7 @@ from zero_core.snapshot import Snapshot
 
 @dataclass(slots=True)
 class Beginning:
-    """An engine that is ready for its first step, and how it came to be. `engine`: None on one that leaves."""
+    """An engine ready for its first step, and how it came to be. `engine`: None on a worker that leaves."""
 
     engine: ZeroEngine | None
     source: Source

@@ -33,9 +33,9 @@ class Change:
     def data(self, begun: Sequence[Begun]) -> dict[str, Any]:
         """What the event says, once all ranks have begun: the last of them ends the pause.
 
-        seconds  wait (from the wish to the end of the last step before; no part of the pause), stop (from there
-                 until all were out and the next group was told to form), and the longest of any rank for each
-                 of form, start, move and load
+        seconds  wait (from the wish to the end of the last step before; no part of the pause), stop (from
+                 there until all were out and the next group was told to form), and the longest of any rank
+                 for each of form, start, move and load
         """
         first = begun[0]
         repeated = max(0, self.last_step - first.step)

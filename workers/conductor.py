@@ -73,7 +73,7 @@ class _Cancelled(Exception):  # noqa: N818 - a turn of events, no error
 
 
 class Conductor:
-    """Runs one attempt, in one thread; others may read its properties and the attributes without underscore."""
+    """Runs one attempt, in one thread; others may read the attributes without underscore."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from workers.errors import RendezvousError, UserError
 from workers.protocol import Failure, Fault
-from zero_core.errors import PeerLostError, ZeroError
+from zero_core.errors import FencedError, PeerLostError, ZeroError
 
 _COLLECTIVE_CODE = ("/torch/distributed/", "/zero_core/collectives.py", "/zero_core/links.py")
 """Where a broken group surfaces. gloo raises plain RuntimeErrors: only their origin tells them apart."""
@@ -15,7 +15,9 @@ _COLLECTIVE_CODE = ("/torch/distributed/", "/zero_core/collectives.py", "/zero_c
 def describe(error: BaseException, *, aborted: bool) -> Failure:
     """The exception as data. `aborted`: the controller has aborted this worker's group."""
     fault = Fault.USER
-    if _broken_group(error):
+    if isinstance(error, FencedError):
+        fault = Fault.ABORTED  # another generation has begun: nobody listens to this one any more
+    elif _broken_group(error):
         fault = Fault.ABORTED if aborted else Fault.COLLECTIVE
     return Failure(
         fault=fault,

@@ -174,7 +174,7 @@ class Group:
         Empty where the sums would do: then no single node has enough.
         """
         placing = sum(handle.actor is None for handle in self.joiners)
-        free = ray.available_resources()
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         short = {name: placing * amount - free.get(name, 0.0) for name, amount in self._bundle().items()}
         return {name: amount for name, amount in short.items() if amount > 0}
 

@@ -12,9 +12,7 @@ from workers.order import SampleOrder
 from workers.reports import MemoryUse
 from workers.spec import JobSpec
 
-_NOTHING = MemoryUse(
-    parameters=0, gradients=0, optimizer_states=0, communication_buffers=0, activations=0
-)
+_NOTHING = MemoryUse(parameters=0, gradients=0, optimizer_states=0, communication_buffers=0, activations=0)
 
 
 class Ledger:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from workers.errors import LogError
 from workers.reports import Event, Phase, RankReport
@@ -48,7 +48,7 @@ class History:
     """Who has asked for the end of this attempt, where it is still to be carried out."""
     pause: str | None = None
 
-    def after(self, entry: dict[str, Any]) -> Self:
+    def after(self, entry: dict[str, Any]) -> "History":
         """The history with one more entry."""
         seen = replace(
             self,
@@ -58,40 +58,39 @@ class History:
         )
         if entry["type"] == "report":
             return replace(seen, step=entry["step"])
-        data = entry["data"]
+        data, changes = entry["data"], dict[str, Any]()
         match entry["kind"]:
             case "phase":
                 if data["attempt"] != self.attempt:
-                    fresh = History(attempt=data["attempt"], began_at=entry["time"])
-                    seen = replace(
-                        seen,
-                        attempt=fresh.attempt,
-                        began_at=fresh.began_at,
-                        losses=fresh.losses,
-                        nodes_lost=fresh.nodes_lost,
-                        saved_step=fresh.saved_step,
-                        saved_productive_s=fresh.saved_productive_s,
-                        cancel=fresh.cancel,
-                        pause=fresh.pause,
+                    seen = History(
+                        last_seq=seen.last_seq,
+                        time=seen.time,
+                        generation=seen.generation,
+                        step=seen.step,
+                        attempt=data["attempt"],
+                        began_at=entry["time"],
                     )
-                return replace(
-                    seen, phase=Phase(data["phase"]), wanted=data["wanted"], workers=data["workers"]
-                )
+                changes = {
+                    "phase": Phase(data["phase"]),
+                    "wanted": data["wanted"],
+                    "workers": data["workers"],
+                }
             case "command" if "refused" not in data:
-                changed = {"resize": "wanted", "cancel": "cancel", "pause": "pause"}.get(data["kind"])
-                value = data["workers"] if data["kind"] == "resize" else data["who"]
-                return replace(seen, **{changed: value}) if changed else seen
+                name = {"resize": "wanted", "cancel": "cancel", "pause": "pause"}.get(data["kind"])
+                if name:
+                    changes = {name: data["workers"] if data["kind"] == "resize" else data["who"]}
             case "resize_refused":
-                return replace(seen, wanted=data["workers"])
+                changes = {"wanted": data["workers"]}
+            case "worker_lost" if data.get("budget") == "node":
+                changes = {"nodes_lost": self.nodes_lost | {data["node"]}}
             case "worker_lost":
-                if data.get("budget") == "node":
-                    return replace(seen, nodes_lost=self.nodes_lost | {data["node"]})
-                return replace(seen, losses=self.losses + 1)
+                changes = {"losses": self.losses + 1}
             case "checkpoint":
-                return replace(
-                    seen, saved_step=data["step"], saved_productive_s=data.get("productive_s", 0.0)
-                )
-        return seen
+                changes = {
+                    "saved_step": data["step"],
+                    "saved_productive_s": data.get("productive_s", 0.0),
+                }
+        return replace(seen, **changes)
 
 
 class JobLog:

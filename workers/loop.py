@@ -65,6 +65,8 @@ class Place:
     world_size: int
     checkpoints: Path
     device: torch.device
+    fenced: bool = True
+    """Whether checkpoints are refused unless this is the generation that the controller opened last."""
 
 
 def make_engine(
@@ -203,6 +205,7 @@ class TrainingLoop:
             self._place.checkpoints,
             extra={"data": self._batches.fingerprint, "steps": self._spec.steps},
             generation=self._place.generation,
+            fenced=self._place.fenced,
         )
         if self._place.rank == 0:
             # The new one is committed: only now may an older one go.

@@ -28,7 +28,7 @@ class Losses:
         self.incident(now)
 
     def incident(self, now: float) -> None:
-        """Something was lost: what follows within `backoff_s` is the same incident, later ones are in a row."""
+        """Something was lost; within `backoff_s` of the last it is the same incident, later one in a row."""
         since = now - self._last if self._last is not None else float("inf")
         if since > self._recovery.backoff_cap_s:
             self._in_a_row = 1

@@ -83,6 +83,8 @@ class SampleOrder:
             filled += length
         return found
 
-    def micro_batch(self, step: int, number: int, *, global_batch: int, micro_batch: int) -> NDArray[np.int64]:
+    def micro_batch(
+        self, step: int, number: int, *, global_batch: int, micro_batch: int
+    ) -> NDArray[np.int64]:
         """Sample ids of micro-batch `number` of step `step`, both from 0; sizes in samples."""
         return self.ids(step * global_batch + number * micro_batch, micro_batch)

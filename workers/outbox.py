@@ -15,9 +15,7 @@ PAGE = 1_000
 class Outbox:
     """Numbered from 1, over the life of the worker."""
 
-    def __init__(
-        self, capacity: int = CAPACITY, *, on_settling: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, capacity: int = CAPACITY, *, on_settling: Callable[[], None] = lambda: None) -> None:
         """on_settling: called when someone begins to wait until all has been handed out."""
         self._capacity = capacity
         self._notices: deque[dict[str, Any]] = deque()

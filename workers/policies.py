@@ -154,8 +154,8 @@ def grow_back(
 ) -> Wait | Seek | Drop | Proceed | None:
     """Bring a group that trains with fewer workers than wanted back to their number; None: it has it.
 
-    Nothing is refused: places are waited for as long as it takes. If some are ready and no place was found for
-    the others for `patience_s`, those that are ready join. Nobody is sought for another `hold_off_s`.
+    Nothing is refused: places are waited for as long as it takes. If some are ready and no place was found
+    for the others for `patience_s`, those that are ready join. Nobody is sought for another `hold_off_s`.
     """
     need = max(wanted - current, 0)
     if joiners.total > need:
@@ -260,9 +260,7 @@ def judge(members: Sequence[Member], *, failing_s: float, grace_s: float) -> End
     return Finished() if first.reason is None else Stopped(first.reason, first.step)
 
 
-def losses_spent(
-    *, workers: int, most_workers: int, nodes: int, most_nodes: int
-) -> GivenUp | None:
+def losses_spent(*, workers: int, most_workers: int, nodes: int, most_nodes: int) -> GivenUp | None:
     """GivenUp after more lost workers or nodes in this attempt than allowed; None while the job may go on."""
     if workers > most_workers:
         return GivenUp(

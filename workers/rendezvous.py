@@ -104,8 +104,8 @@ class Rendezvous:
             if everyone > world_size:
                 ranks = list(range(world_size))
                 groups.append(dist.new_group(ranks, timeout=connecting))
-            groups = [group for group in groups if group is not None and _is_member(group)]
-            for group in groups:
+            joined = tuple(group for group in groups if group is not None and _is_member(group))
+            for group in joined:
                 _set_pg_timeout(timeout, group)
         except (dist.DistError, RuntimeError) as error:
             raise RendezvousError(
@@ -114,7 +114,7 @@ class Rendezvous:
             ) from error
         with self._lock:
             self._generation = generation
-            self._groups = tuple(groups)
+            self._groups = joined
             aborted = generation == self._aborted
         if aborted:
             raise RendezvousError(f"generation {generation} was aborted while it formed")

@@ -97,8 +97,8 @@ class RankReport(_Wire):
     samples: list[int] | None = Field(None, description="Ids of the samples read, where the ledger is on.")
     rebuilt: bool = Field(
         False,
-        description="Written by the controller for a rank that was lost before it had told the step, of which "
-        "nothing is repeated: what all ranks share and its samples; times, bytes and memory are 0.",
+        description="Written by the controller for a rank that was lost before it told the step, which is "
+        "not repeated: what all ranks share, and its samples; times, bytes and memory are 0.",
     )
 
 

@@ -361,8 +361,8 @@ class Recovery(_Section):
     )
     backoff_s: PositiveFloat = Field(
         1.0,
-        description="Seconds before a replacement is sought after the second loss in a row; doubled with each "
-        "further one. The first one's is sought at once.",
+        description="Seconds before a replacement is sought after the second loss in a row; doubled with "
+        "each further one. The first one's is sought at once.",
     )
     backoff_cap_s: PositiveFloat = Field(
         60.0,
@@ -379,7 +379,8 @@ class Elastic(_Section):
     """How the job's state outlives its workers, and when its group changes by itself."""
 
     replicas: Literal[0, 1] = Field(
-        1, description="Copies of each rank's shard in the next rank's host memory. 0: a lost worker's part "
+        1,
+        description="Copies of each rank's shard in the next rank's host memory. 0: a lost worker's part "
         "comes from the last checkpoint, and all go back to it.",
     )
     replica_every_steps: PositiveInt = Field(

@@ -260,7 +260,7 @@ class Worker:
                 self._held = []
                 return Outcome(step=part.step, left=True)
             self._keep_source(beginning)
-            self._let_go(engine)
+            self._let_go()
             self._announce(part, engine, beginning, form_s)
             return self._loop(part, engine, ready).run()
         finally:
@@ -314,7 +314,7 @@ class Worker:
             if moved is not None and (snapshot.step, snapshot.generation) == (moved.step, moved.generation)
         ]
 
-    def _let_go(self, engine: ZeroEngine) -> None:
+    def _let_go(self) -> None:
         """Drop the snapshots of earlier generations as soon as nobody can need them any more.
 
         Without replicas that is when the state has been taken over, which all ranks did or none; with them,
@@ -340,7 +340,7 @@ class Worker:
             wishes=part.wishes,
             sink=lambda notice: self._put(part, notice),
             settle=lambda: self._outbox.settle(_SETTLE_TIMEOUT_S),
-            after_step=lambda: self._let_go(engine),
+            after_step=self._let_go,
         )
 
     def _put(self, part: _Part, notice: dict[str, Any]) -> None:

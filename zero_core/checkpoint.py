@@ -13,7 +13,8 @@ carries the counts of steps and of updates, and the loss scale.
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 from zero_core import manifest as manifests
 from zero_core.agreement import together
 from zero_core.engine import ZeroEngine
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointError, FencedError
 from zero_core.layout import pulls
 from zero_core.manifest import Manifest
 from zero_core.snapshot import HeldState, held_states, persistent_buffers
@@ -41,11 +42,16 @@ class SavedCheckpoint:
     seconds: float
 
 
-def save(engine: ZeroEngine, root: Path, *, extra: Mapping[str, Any], generation: int) -> SavedCheckpoint:
+def save(
+    engine: ZeroEngine, root: Path, *, extra: Mapping[str, Any], generation: int, fenced: bool = False
+) -> SavedCheckpoint:
     """Write the state after the last step to a folder of its own under `root`, and commit it.
 
-    extra  JSON values to be returned by `load`. A step that this generation has already committed is not
-    written again. Raises CheckpointError on every rank if any rank failed; then nothing is committed.
+    extra  JSON values to be returned by `load`
+    fenced whether only the generation that `manifest.open_generation` has last opened may commit
+
+    A step that this generation has already committed is not written again. Raises CheckpointError on every
+    rank if any rank failed; then nothing is committed: FencedError where a newer generation has begun.
     """
     engine.require_state()
     began, step = time.perf_counter(), engine.steps_done
@@ -55,11 +61,15 @@ def save(engine: ZeroEngine, root: Path, *, extra: Mapping[str, Any], generation
         return SavedCheckpoint(final, step, size, time.perf_counter() - began)
     # Rank 0's random number names the folder, so that two savers can never share one.
     (token,) = engine.collectives.sum_in_rank_order((float(secrets.randbits(48) if engine.rank == 0 else 0),))
-    temporary = root / f".saving-{final.name}-{int(token):012x}"
-    with together(engine.collectives, f"saving step {step} to {final}", CheckpointError):
-        temporary.mkdir(parents=True, exist_ok=True)
+    place = manifests.staging(root, generation) if fenced else root
+    temporary = place / f".saving-{final.name}-{int(token):012x}"
+    with (
+        together(engine.collectives, f"saving step {step} to {final}", CheckpointError),
+        _within(place, fenced),
+    ):
+        temporary.mkdir(parents=not fenced, exist_ok=True)
         _write_shard(engine, temporary)
-    with together(engine.collectives, f"committing {final}", CheckpointError):
+    with together(engine.collectives, f"committing {final}", CheckpointError), _within(place, fenced):
         if engine.rank == 0:
             _commit(engine, temporary, final, extra, generation)
     size = sum(manifests.read(final).files.values())
@@ -134,6 +144,19 @@ def _commit(
     _sync_folder(temporary)
     temporary.rename(final)
     _sync_folder(final.parent)
+
+
+@contextmanager
+def _within(place: Path, fenced: bool) -> Iterator[None]:
+    """What fails because the generation's own folder was taken away fails as FencedError."""
+    try:
+        yield
+    except Exception as error:  # safetensors has errors of its own for a folder that is gone
+        if fenced and not place.is_dir():
+            raise FencedError(
+                f"{place} is gone: a newer generation has begun, this one commits nothing"
+            ) from error
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@
     |  `- LossScaleError    fp16 gradients overflow at the smallest loss scale
     |- ArenaError           more was put into a block of memory than it was built for
     |- CheckpointError      a checkpoint cannot be written, or read back exactly
+    |  `- FencedError       a newer generation has begun: this one may commit nothing
     `- ReshardError         a state cannot go from one group of ranks to another
        `- NothingHeldError  the ranks that are left hold no whole state
 
@@ -60,6 +61,10 @@ class ArenaError(ZeroError):
 
 class CheckpointError(ZeroError):
     """A checkpoint cannot be written, or cannot be read back exactly."""
+
+
+class FencedError(CheckpointError):
+    """A group of the past wants to commit a checkpoint: a newer generation has begun."""
 
 
 class ReshardError(ZeroError):

@@ -7,6 +7,10 @@
 
 The folder is filled under a temporary name and renamed when its manifest stands. File names are computed
 from the world size, never read from a file. JSON only; knows neither torch nor a process group.
+
+Where groups follow each other, a checkpoint is filled within the staging folder of its generation. Opening
+the next one moves that folder away, and with it the path from which an older group could still commit: a
+rename works or fails as a whole, so no check can come too early.
 """
 
 import json
@@ -17,7 +21,7 @@ from pathlib import Path
 from re import compile as regex
 from typing import Any
 
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointError, FencedError
 from zero_core.layout import Layout, Slot, Unit
 
 FORMAT = "elastic-zero/1"
@@ -25,6 +29,7 @@ MANIFEST = "manifest.json"
 BUFFERS = "buffers.safetensors"
 
 _FOLDER = regex(r"step-(\d{8,})\.g(\d{4,})")
+_STAGING = regex(r"\.generation-(\d{4,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +162,30 @@ def latest(root: Path) -> CheckpointInfo | None:
     """The newest committed checkpoint, if there is one."""
     found = scan(root)
     return found[-1] if found else None
+
+
+def staging(root: Path, generation: int) -> Path:
+    """Where a generation fills its checkpoints before they are committed."""
+    return root / f".generation-{generation:04d}"
+
+
+def open_generation(root: Path, generation: int) -> None:
+    """Let this generation commit checkpoints under `root`, and no older one any more.
+
+    Raises FencedError if a newer one has been opened: then it is this one that is of the past.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    found = {int(match[1]): p for p in root.iterdir() if (match := _STAGING.fullmatch(p.name))}
+    if newer := [number for number in found if number > generation]:
+        raise FencedError(
+            f"generation {generation} may commit nothing to {root}: generation {max(newer)} has begun"
+        )
+    staging(root, generation).mkdir(exist_ok=True)
+    for number, folder in found.items():
+        if number < generation:
+            away = root / f".saving-closed-{folder.name.removeprefix('.')}"
+            folder.rename(away)
+            shutil.rmtree(away, ignore_errors=True)
 
 
 def prune(root: Path, *, keep: int) -> list[Path]:

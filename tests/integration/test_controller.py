@@ -22,7 +22,7 @@ from workers.spec import JobSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-LIMITS = Limits(start_patience_s=3, recovery_patience_s=2, resize_patience_s=2, grace_s=1, abort_s=3)
+LIMITS = Limits(start_patience_s=3, grace_s=1, abort_s=3)
 PACED = "tests.integration.paced_model:Paced"
 
 
@@ -38,6 +38,7 @@ def spec_of(**changes: Any) -> dict[str, Any]:
         "workers": {"wanted": 2},
         "resources": {"cpus": 2},
         "checkpoints": {"every_steps": 5},
+        "elastic": {"capacity_wait_s": 2},
         "sample_ledger": True,
     }
     return fields | changes
