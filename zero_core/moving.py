@@ -358,12 +358,13 @@ def _difference(old: Form, new: Form) -> str | None:
 def _nothing_held(held: Sequence[Sequence[Meta]], states: Sequence[StateId], floor_step: int) -> str:
     told = []
     for state in states[:3]:
-        parts = sorted(
-            f"{meta.rank}{' (replica)' if meta.replica else ''} of {meta.form.layout.world_size}"
+        found = {
+            (meta.replica, meta.rank, meta.form.layout.world_size)
             for metas in held
             for meta in metas
             if meta.state == state
-        )
+        }
+        parts = [f"{rank} of {n}{' (replica)' if replica else ''}" for replica, rank, n in sorted(found)]
         told.append(f"step {state.step} of generation {state.generation}: ranks {', '.join(parts)}")
     there = "; ".join(told) or "nothing"
     return (
