@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 
 from benchmarks import elastic_report
 from benchmarks.elastic_bytes import bytes_needed, gpt_layout
@@ -156,7 +157,7 @@ def _one(result: SizeResult, job: Job, name: str, number: int) -> None:
             victim=(number - 1) % MOST,
             after_loss=before[-1].new_workers if before else None,  # the same as ours had last
         )
-    except ContestantError as error:
+    except (ContestantError, RayError) as error:
         result.failures[name] = str(error).strip().splitlines()[-1][:200].replace("|", "/")
         print(f"{result.size} round {number}: {name} failed: {error}", flush=True)
         return

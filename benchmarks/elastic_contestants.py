@@ -31,9 +31,9 @@ FEWEST, MOST = 2, 4
 WAIT_S = 240.0
 """Longest wait for anything that a contestant was told to do."""
 
-_POLL_S = 0.05
+_POLL_S = 0.1
 _CALL_TIMEOUT_S = 60.0
-_END_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 120.0
 _MANY_STEPS = 1_000_000
 
 Found = TypeVar("Found")
@@ -41,6 +41,10 @@ Found = TypeVar("Found")
 
 class ContestantError(Exception):
     """A contestant ended, or did not do what it was told to in time."""
+
+
+class NotEndedError(Exception):
+    """A contestant's job goes on where it should be over: nothing can be measured beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,7 @@ class Contestant(Protocol):
         """What it says of the change that led to a generation; empty where it says nothing."""
 
     def close(self) -> None:
-        """End the job and all its processes."""
+        """End the job and all its processes. Raises NotEndedError."""
 
 
 def wait_for(contestant: Contestant, condition: Callable[[list[StepRow]], Found | None], what: str) -> Found:
@@ -261,7 +265,7 @@ class Peer:
         (self._folder / "stop").touch()
         self._thread.join(_END_TIMEOUT_S)
         if self._thread.is_alive():
-            raise ContestantError(f"Ray Train's job did not end within {_END_TIMEOUT_S:g} s of being told to")
+            raise NotEndedError(f"Ray Train's job did not end within {_END_TIMEOUT_S:g} s of being told to")
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _checkpoints_taken(self) -> int:

@@ -1,7 +1,7 @@
 """What a replica after every step costs: two engines in the same ranks, one with and one without, take turns.
 
-A turn is a few steps of one engine, ended by a barrier, so that whatever is sent behind a step's back is paid
-by the turn that caused it.
+A turn is a few steps of one engine. It ends when its last replica is complete and all ranks are there, so that
+whatever goes on behind a step's back is paid by the turn that caused it.
 """
 
 import statistics
@@ -100,6 +100,7 @@ def _turn(side: _Side, rank: int, steps: int) -> None:
     began = time.perf_counter()
     for inputs, targets in batches:
         _step(side, inputs, targets)
+    side.engine.settle_replicas()
     dist.barrier()
     side.turns_s.append((time.perf_counter() - began) / steps)
 
