@@ -1,7 +1,7 @@
 """What a replica after every step costs: two engines in the same ranks, one with and one without, take turns.
 
-A turn is a few steps of one engine. It ends when its last replica is complete and all ranks are there, so that
-whatever goes on behind a step's back is paid by the turn that caused it.
+A turn is a few steps of one engine. It ends when its last replica is complete and all ranks are there, so
+that whatever goes on behind a step's back is paid by the turn that caused it.
 """
 
 import statistics
