@@ -44,10 +44,12 @@ class Beginner:
         batches: Batches,
         module: nn.Module,
         *,
+        baseline_bytes: int,
         on_engine: Callable[[ZeroEngine], None],
     ) -> None:
         """module: as built from the seed; it is kept, and filled again, over the generations.
 
+        baseline_bytes: what the process occupies without a model.
         on_engine: told of every engine before it takes part in anything, so that it can be aborted.
         """
         self._spec = spec
@@ -56,7 +58,7 @@ class Beginner:
         self._module: nn.Module | None = module
         self._pristine = True
         self._on_engine = on_engine
-        self._baseline_bytes: int | None = None
+        self._baseline_bytes = baseline_bytes
 
     def begin(self, assignment: Assignment, groups: Groups, held: Sequence[Snapshot]) -> Beginning:
         """Bring up the engine of a generation. Collective over its participants.
@@ -121,7 +123,6 @@ class Beginner:
             blank=blank,
             baseline_bytes=self._baseline_bytes,
         )
-        self._baseline_bytes = engine.baseline_bytes
         self._module = module
         self._on_engine(engine)
         return engine

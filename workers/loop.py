@@ -81,7 +81,7 @@ def make_engine(
 ) -> ZeroEngine:
     """The ZeRO engine as the job wants it. group: default torch.distributed's; blank: to be filled at once.
 
-    baseline_bytes: of the process's first engine; None for that one.
+    baseline_bytes: what the process occupies without a model; None: measured now.
     """
     return ZeroEngine(
         model,

@@ -19,8 +19,11 @@ _WIDTH = 8
 _TIMEOUT_S = 60.0
 
 
-def warm_up(spec: JobSpec, rendezvous: Rendezvous, device: torch.device) -> None:
-    """Form a group of one, train one step with the job's settings, leave. Not collective."""
+def warm_up(spec: JobSpec, rendezvous: Rendezvous, device: torch.device) -> int:
+    """Form a group of one, train one step with the job's settings, leave. Not collective.
+
+    Returns the bytes that this process occupies without a model, for the memory reports of its engines.
+    """
     groups = rendezvous.form(
         generation=0, rank=0, world_size=1, store=rendezvous.host(), collective_timeout_s=_TIMEOUT_S
     )
@@ -35,6 +38,8 @@ def warm_up(spec: JobSpec, rendezvous: Rendezvous, device: torch.device) -> None
                 tokens = torch.arange(_WIDTH, device=device)
                 engine.backward(nn.functional.cross_entropy(engine(tokens).float(), tokens))
                 engine.step()
+                baseline_bytes: int = engine.baseline_bytes
+                return baseline_bytes
             finally:
                 engine.detach()
     finally:

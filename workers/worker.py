@@ -23,12 +23,12 @@ from workers.data import Batches, open_batches
 from workers.errors import StaleGenerationError
 from workers.failures import describe
 from workers.loop import Place, TrainingLoop, Wishes
-from workers.models import build_model, vocabulary
+from workers.models import build_model, load_class, vocabulary
 from workers.naming import JobFolder
 from workers.outbox import Outbox
 from workers.protocol import Activity, Assignment, Begun, Outcome, Poll, Readiness, Wish
 from workers.rendezvous import Rendezvous, choose_device
-from workers.spec import JobSpec
+from workers.spec import CustomModel, JobSpec
 from workers.warm_up import warm_up
 from zero_core import ZeroEngine
 from zero_core.snapshot import Snapshot
@@ -95,15 +95,19 @@ class Worker:
             device = choose_device(gpus=self._spec.resources.gpus)
             rendezvous = Rendezvous(address=self._address, device=device)
             batches = open_batches(self._spec, vocabulary=vocabulary(self._spec))
-            module = build_model(self._spec)
             torch.set_num_threads(self._spec.resources.threads)
-            warm_up(self._spec, rendezvous, device)
-            self._ready = _Prepared(
+            if isinstance(self._spec.model, CustomModel):
+                load_class(self._spec.model.factory)
+            baseline_bytes = warm_up(self._spec, rendezvous, device)
+            beginner = Beginner(
+                self._spec,
                 device,
-                rendezvous,
                 batches,
-                Beginner(self._spec, device, batches, module, on_engine=self._adopt),
+                build_model(self._spec),
+                baseline_bytes=baseline_bytes,
+                on_engine=self._adopt,
             )
+            self._ready = _Prepared(device, rendezvous, batches, beginner)
             # What has been imported stays: collecting between generations need not look at it again.
             gc.collect()
             gc.freeze()

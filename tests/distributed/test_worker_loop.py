@@ -69,7 +69,13 @@ def _train(
             wishes.ask(wish[2])
 
     place = Place(
-        worker=f"w{rank}", generation=1, rank=rank, world_size=world_size, checkpoints=folder, device=device
+        worker=f"w{rank}",
+        generation=1,
+        rank=rank,
+        world_size=world_size,
+        checkpoints=folder,
+        device=device,
+        fenced=False,
     )
     loop = TrainingLoop(spec=spec, place=place, engine=engine, batches=batches, wishes=wishes, sink=sink)
     return loop.run(), notices
@@ -115,13 +121,22 @@ def test_a_stop_wished_by_one_rank_stops_all_at_one_step_and_another_group_goes_
     tmp_path: Path, unresized: dict[int, float]
 ) -> None:
     spec = _spec()
-    first = run_ranks(2, _train, tmp_path, spec, (1, 3, Wish.RESIZE))
+    first = run_ranks(2, _train, tmp_path, spec, (1, 3, Wish.PAUSE))
     stopped = {outcome for outcome, _ in first}
-    assert stopped == {Outcome(step=4, reason=Wish.RESIZE)}
-    assert _saves(first)[-1] == (4, "resize")
+    assert stopped == {Outcome(step=4, reason=Wish.PAUSE)}
+    assert _saves(first)[-1] == (4, "pause")
     rest = run_ranks(3, _train, tmp_path, spec)
     assert sorted({report["step"] for report in _reports(rest)}) == [5, 6, 7]
     assert {**_losses(first), **_losses(rest)} == pytest.approx(unresized, rel=1e-5)
+
+
+def test_a_stop_for_a_resize_saves_nothing_but_what_is_due_anyway(tmp_path: Path) -> None:
+    results = run_ranks(2, _train, tmp_path / "between", _spec(), (1, 3, Wish.RESIZE))
+    assert {outcome for outcome, _ in results} == {Outcome(step=4, reason=Wish.RESIZE)}
+    assert _saves(results) == [(3, "interval")]
+    results = run_ranks(2, _train, tmp_path / "due", _spec(), (1, 2, Wish.RESIZE))
+    assert {outcome for outcome, _ in results} == {Outcome(step=3, reason=Wish.RESIZE)}
+    assert _saves(results) == [(3, "interval")]
 
 
 def test_a_checkpoint_on_demand_does_not_stop_the_group(tmp_path: Path) -> None:
@@ -192,7 +207,7 @@ def test_a_step_that_fp16_skips_is_told_and_is_one_of_the_jobs_steps(tmp_path: P
         seen = [sample for r in _reports(whole) if r["step"] == step for sample in r["samples"]]
         assert sorted(seen) == sorted(int(i) for m in range(MICRO_BATCHES) for i in batches.ids(step - 1, m))
     folder = tmp_path / "parts"
-    first = run_ranks(2, _train, folder, spec, (1, 3, Wish.RESIZE))
+    first = run_ranks(2, _train, folder, spec, (1, 3, Wish.PAUSE))
     rest = run_ranks(2, _train, folder, spec)
     assert [r["step"] for r in _reports(rest[:1])] == [5, 6, 7, 8, 9]
     kept = ("step", "loss", "grad_norm", "lr", "skipped", "skipped_steps", "loss_scale", "samples")

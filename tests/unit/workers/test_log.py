@@ -46,7 +46,7 @@ def _filled(path: Path) -> JobLog:
     log.event("phase", 0, _phase(Phase.STARTING))
     log.event("phase", 1, _phase(Phase.RUNNING))
     log.reports([_report(step) for step in range(1, 6)])
-    log.event("checkpoint", 1, {"step": 5})
+    log.event("checkpoint", 1, {"step": 5, "productive_s": 0.5})
     return log
 
 
@@ -73,6 +73,9 @@ def test_a_reopened_log_goes_on_with_the_numbers_and_remembers(tmp_path: Path) -
         phase=Phase.RUNNING,
         wanted=2,
         workers=2,
+        began_at=50.0,
+        saved_step=5,
+        saved_productive_s=0.5,
     )
     log.reports([_report(6)])
     assert [entry["seq"] for entry in log.read(6, 10)] == [7, 8, 9]
@@ -135,6 +138,15 @@ def test_open_orders_and_losses_belong_to_their_attempt() -> None:
     resumed = _history(START, LOSS, pause, late, ("phase", _phase(Phase.STARTING, attempt=2, wanted=5)))
     assert (resumed.attempt, resumed.losses, resumed.pause, resumed.cancel) == (2, 0, None, None)
     assert (resumed.wanted, resumed.generation) == (5, 3)
+
+
+def test_the_workers_of_a_lost_node_count_as_one_lost_node() -> None:
+    def on(node: str) -> tuple[str, dict[str, Any]]:
+        data = {"rank": 0, "worker": "w0", "step": 1, "cause": "gone", "budget": "node", "node": node}
+        return "worker_lost", data
+
+    history = _history(START, LOSS, on("a"), on("a"), on("b"))
+    assert (history.losses, history.nodes_lost) == (1, frozenset({"a", "b"}))
 
 
 def test_the_log_on_disk_is_the_whole_truth(tmp_path: Path) -> None:

@@ -23,28 +23,50 @@ BOUNDS = Bounds(least=2, most=8)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "survivors", "joiners", "waited_s", "expected"),
+    ("wanted", "survivors", "joiners", "hold_off_s", "waited_s", "expected"),
     [
         # At the start: places are asked for, then waited for, then processes.
-        (4, 0, Joiners(), 0, Seek(4)),
-        (4, 0, Joiners(placing=4), 1, Wait()),
-        (4, 0, Joiners(warming=3, ready=1), 1, Wait()),
-        (4, 0, Joiners(ready=4), 1, Proceed(4)),
+        (4, 0, Joiners(), 0, 0, Seek(4)),
+        (4, 0, Joiners(placing=4), 0, 1, Wait()),
+        (4, 0, Joiners(warming=3, ready=1), 0, 1, Wait()),
+        (4, 0, Joiners(ready=4), 0, 1, Proceed(4)),
         # Fewer places than wanted: those that are placed are waited for even beyond the time.
-        (4, 0, Joiners(placing=1, ready=3), 29, Wait()),
-        (4, 0, Joiners(placing=1, warming=1, ready=2), 31, Wait()),
-        # A recovery: survivors count, replacements are sought.
-        (4, 3, Joiners(), 0, Seek(1)),
-        (4, 3, Joiners(placing=1), 10, Wait()),
-        (4, 3, Joiners(ready=1), 0, Proceed(4)),
-        # Fewer are wanted meanwhile.
-        (3, 4, Joiners(), 0, Proceed(3)),
-        (2, 2, Joiners(placing=2), 0, Drop(2)),
+        (4, 0, Joiners(placing=1, ready=3), 0, 29, Wait()),
+        (4, 0, Joiners(placing=1, warming=1, ready=2), 0, 31, Wait()),
+        # A loss: survivors that are enough wait for nobody.
+        (4, 3, Joiners(), 0, 0, Proceed(3, "3 of 4 workers are there")),
+        (4, 2, Joiners(warming=2), 0, 0, Proceed(2, "2 of 4 workers are there")),
+        (4, 3, Joiners(ready=1), 0, 0, Proceed(4)),
+        # Too few are left: others are sought, but not too hastily, and taken as soon as they are enough.
+        (4, 1, Joiners(), 0, 0, Seek(3)),
+        (4, 1, Joiners(), 0.1, 0, Wait()),
+        (4, 1, Joiners(placing=3), 0, 10, Wait()),
+        (4, 1, Joiners(placing=2, ready=1), 0, 10, Proceed(2, "2 of 4 workers are there")),
+        # A resize that was agreed on: a joiner that was lost meanwhile is not waited for.
+        (4, 2, Joiners(ready=2), 0, 0, Proceed(4)),
+        (4, 2, Joiners(ready=1), 0, 0, Proceed(3, "3 of 4 workers are there")),
+        (2, 4, Joiners(), 0, 0, Proceed(2)),
+        # More than are wanted by now: they are let go when the group trains.
+        (2, 2, Joiners(placing=2), 0, 0, Proceed(2)),
     ],
 )
-def test_assemble(wanted: int, survivors: int, joiners: Joiners, waited_s: float, expected: object) -> None:
+def test_assemble(
+    *,
+    wanted: int,
+    survivors: int,
+    joiners: Joiners,
+    hold_off_s: float,
+    waited_s: float,
+    expected: object,
+) -> None:
     decision = policies.assemble(
-        wanted=wanted, bounds=BOUNDS, survivors=survivors, joiners=joiners, waited_s=waited_s, patience_s=30
+        wanted=wanted,
+        bounds=BOUNDS,
+        survivors=survivors,
+        joiners=joiners,
+        hold_off_s=hold_off_s,
+        waited_s=waited_s,
+        patience_s=30,
     )
     assert decision == expected
 
@@ -56,6 +78,7 @@ def test_assemble_goes_on_with_fewer_but_not_with_too_few() -> None:
             bounds=BOUNDS,
             survivors=0,
             joiners=Joiners(placing=4 - ready, ready=ready),
+            hold_off_s=0,
             waited_s=31,
             patience_s=30,
         )
@@ -164,11 +187,72 @@ def test_judge(states: tuple[str, ...], failing_s: float, expected: object) -> N
     assert policies.judge(_members(*states), failing_s=failing_s, grace_s=5) == expected
 
 
-def test_lost_workers_are_tolerated_up_to_a_number() -> None:
-    assert policies.losses_spent(losses=3, most=3) is None
-    given_up = policies.losses_spent(losses=4, most=3)
-    assert given_up is not None
-    assert "4 workers were lost" in given_up.reason
+def test_one_that_has_left_is_needed_no_more_and_before_that_it_is() -> None:
+    training = Member(rank=0, worker="w0")
+    left = Outcome(step=0, left=True)
+    for gone in (None, "killed"):
+        leaver = Member(rank=1, worker="w1", death=gone, outcome=left, leaves=True)
+        assert policies.judge([training, leaver], failing_s=0, grace_s=5) is None
+    leaver = Member(rank=1, worker="w1", death="killed", leaves=True)
+    assert policies.judge([training, leaver], failing_s=0, grace_s=5) == Lost((1,), "rank 1 (w1): killed")
+
+
+@pytest.mark.parametrize(
+    ("current", "wanted", "joiners", "hold_off_s", "waited_s", "expected"),
+    [
+        (3, 3, Joiners(), 0, 0, None),
+        (3, 3, Joiners(warming=1), 0, 0, Drop(1)),
+        (2, 4, Joiners(), 0, 0, Seek(2)),
+        # Not too hastily after losses in a row.
+        (2, 4, Joiners(), 3, 0, Wait()),
+        # Places are waited for however long it takes; nothing is refused.
+        (2, 4, Joiners(placing=2), 0, 9999, Wait()),
+        (2, 4, Joiners(ready=2), 0, 0, Proceed(4)),
+        # Some of them, if the others have no place in sight; those that are placed are waited for.
+        (2, 4, Joiners(placing=1, ready=1), 0, 29, Wait()),
+        (2, 4, Joiners(placing=1, ready=1), 0, 30, Proceed(3)),
+        (2, 4, Joiners(warming=1, ready=1), 0, 99, Wait()),
+        (2, 3, Joiners(placing=1, ready=1), 0, 0, Drop(1)),
+        # More than are wanted: nothing to be got back.
+        (4, 3, Joiners(), 0, 0, None),
+    ],
+)
+def test_grow_back(
+    *,
+    current: int,
+    wanted: int,
+    joiners: Joiners,
+    hold_off_s: float,
+    waited_s: float,
+    expected: object,
+) -> None:
+    decision = policies.grow_back(
+        current=current,
+        wanted=wanted,
+        joiners=joiners,
+        hold_off_s=hold_off_s,
+        waited_s=waited_s,
+        patience_s=30,
+    )
+    assert decision == expected
+
+
+def test_lost_workers_and_lost_nodes_are_tolerated_up_to_a_number_each() -> None:
+    def spent(workers: int, nodes: int) -> policies.GivenUp | None:
+        return policies.losses_spent(workers=workers, most_workers=3, nodes=nodes, most_nodes=1)
+
+    assert spent(3, 1) is None
+    too_many = spent(4, 0)
+    assert too_many is not None
+    assert "4 workers were lost, more than recovery.max_worker_losses 3" in too_many.reason
+    too_many = spent(0, 2)
+    assert too_many is not None
+    assert "2 nodes were lost, more than recovery.max_node_losses 1" in too_many.reason
+
+
+def test_nobody_is_sought_for_longer_and_longer_up_to_a_cap() -> None:
+    waits = [policies.hold_off_s(losses, first_s=1, cap_s=10) for losses in (0, 1, 2, 3, 4, 5, 6, 5000)]
+    assert waits == [0, 0, 1, 2, 4, 8, 10, 10]
 
 
 def test_a_number_outside_of_the_bounds_is_named() -> None:
