@@ -33,6 +33,7 @@ _CATEGORIES: tuple[tuple[str, str], ...] = (
     ("communication_buffers", "comm"),
     ("activations", "activ"),
     ("padding", "pad"),
+    ("replicas", "repl"),
     ("unattributed", "other"),
 )
 
@@ -42,6 +43,7 @@ _BESIDE: Mapping[str, str] = {
     "padding": "padding",
     "communication_buffer": "communication buffers",
     "activation": "activations",
+    "replicas": "replicas",
 }
 
 

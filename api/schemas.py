@@ -277,6 +277,7 @@ class BudgetOut(_Wire):
     communication_buffers: int
     activations: int
     padding: int
+    replicas: int = Field(description="Copies of the rank's states in host memory, for when it is lost.")
     total: int
 
 

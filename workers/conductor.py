@@ -112,8 +112,8 @@ class Conductor:
         self.ended_at: float | None = None
         """Unix seconds of the attempt's beginning and end."""
         self.phase = Phase.RECOVERING if self._restarted else Phase.STARTING
-        # A generation that was being formed when the last controller died may have left no entry: skip one.
-        self.generation = history.generation + (1 if self._restarted else 0)
+        # A generation that was being formed when a controller died may have left no entry, but it was opened.
+        self.generation = max(history.generation, manifest.opened(checkpoints))
         self.step = history.step
         self._trained_until = history.time
         self._workers_before = history.workers
@@ -349,7 +349,9 @@ class Conductor:
         self._group.seek(count)
 
     def _sought_for_s(self) -> float:
-        return self._clock() - self._seeking_since if self._seeking_since is not None else 0.0
+        if self._seeking_since is None:
+            self._seeking_since = self._clock()  # joiners may be left from before the group trained
+        return self._clock() - self._seeking_since
 
     def _refuse(self, order: Resize, reason: str) -> None:
         """The open resize is not done; its joiners leave and the group is as it was."""
@@ -373,7 +375,7 @@ class Conductor:
         self._orders.close_resize(order, workers=self.world_size)
 
     def _drop_the_unfit(self) -> None:
-        """Joiners that nobody has asked for and that cannot join: others are sought, less and less often."""
+        """Joiners that cannot join, and that the job can do without: others are sought, but less hastily."""
         for handle in list(self._group.joiners):
             if handle.fault is not None or handle.death is not None:
                 why = handle.fault.message if handle.fault else handle.death
@@ -403,9 +405,16 @@ class Conductor:
         """Retire dead workers, noting each. Says so if the job cannot go on because of them."""
         group = self._group
         ranks = {handle.name: rank for rank, handle in enumerate(group.participants)}
-        for handle in [*group.participants, *group.joiners]:
+        for handle in [*group.participants]:
             if handle.death is not None:
-                self._lose(handle, rank=ranks.get(handle.name), cause=handle.death)
+                self._lose(handle, rank=ranks[handle.name], cause=handle.death)
+                group.retire([handle])
+        if len(group.participants) >= self._bounds.least:
+            self._drop_the_unfit()  # the job does not depend on them
+            return self._losses.spent()
+        for handle in [*group.joiners]:
+            if handle.death is not None:
+                self._lose(handle, rank=None, cause=handle.death)
                 group.retire([handle])
         broken = next((handle.fault for handle in group.joiners if handle.fault is not None), None)
         if broken:

@@ -32,4 +32,6 @@ def engine_config(spec: JobSpec) -> ZeroConfig:
         divergence_check=spec.zero.divergence_check,
         activation_checkpointing=spec.zero.activation_checkpointing,
         collective_timeout_s=spec.recovery.collective_timeout_s,
+        replicas=spec.elastic.replicas,
+        replica_every_steps=spec.elastic.replica_every_steps,
     )

@@ -353,6 +353,9 @@ class Group:
         except RayActorError as error:
             handle.death = _cause_of_death(error)
             handle.node_died = "node has died" in str(error) or "node died" in str(error)
+        except RayError as error:
+            # Ray itself ended it: its memory monitor comes before the system's own killer.
+            handle.death = f"ended by Ray: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
         handle.life = None
 
     def _take_readiness(self, handle: Handle, done: set[Call]) -> None:

@@ -261,6 +261,7 @@ class TrainingLoop:
                 communication_buffers=measured.communication_buffers,
                 activations=measured.activations,
                 padding=measured.padding,
+                replicas=measured.replicas,
                 unattributed=measured.unattributed,
                 checkpoints=measured.checkpoints,
                 recomputed=measured.recomputed,
@@ -294,4 +295,5 @@ def _predicted(engine: ZeroEngine, spec: JobSpec) -> MemoryUse:
         communication_buffers=budget.communication_buffers,
         activations=activations,
         padding=budget.padding,
+        replicas=budget.replicas,
     )

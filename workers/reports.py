@@ -48,6 +48,10 @@ class MemoryUse(_Wire):
     unattributed: int = Field(
         0, description="Resident beyond the baseline and all categories; 0 in a prediction."
     )
+    replicas: int = Field(
+        0,
+        description="Copies of this rank's states for others, and those it keeps for ranks of other hosts.",
+    )
     checkpoints: int = Field(
         0, description="Of `activations`: inputs of layers that are computed again; 0 in a prediction."
     )

@@ -264,7 +264,7 @@ class Worker:
                 self._held = []
                 return Outcome(step=part.step, left=True)
             self._keep_source(beginning)
-            self._let_go()
+            self._let_go(engine)
             self._announce(part, engine, beginning, form_s)
             return self._loop(part, engine, ready).run()
         finally:
@@ -318,14 +318,15 @@ class Worker:
             if moved is not None and (snapshot.step, snapshot.generation) == (moved.step, moved.generation)
         ]
 
-    def _let_go(self) -> None:
+    def _let_go(self, engine: ZeroEngine) -> None:
         """Drop the snapshots of earlier generations as soon as nobody can need them any more.
 
         Without replicas that is when the state has been taken over, which all ranks did or none; with them,
         when this generation's own first replicas are committed: until then a rank that is lost has its part
         in those of the generation before only.
         """
-        self._held = []
+        if self._held and (not engine.budget.replicas or engine.replicated_step is not None):
+            self._held = []
 
     def _loop(self, part: _Part, engine: ZeroEngine, ready: _Prepared) -> TrainingLoop:
         assignment = part.assignment
@@ -344,7 +345,7 @@ class Worker:
             wishes=part.wishes,
             sink=lambda notice: self._put(part, notice),
             settle=lambda: self._outbox.settle(_SETTLE_TIMEOUT_S),
-            after_step=self._let_go,
+            after_step=lambda: self._let_go(engine),
         )
 
     def _put(self, part: _Part, notice: dict[str, Any]) -> None:

@@ -65,6 +65,8 @@ class ParameterAccess:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
         self.is_open = False
+        self.intact = True
+        """False from the moment that parameters may be edited until all ranks have the same ones again."""
 
     @contextmanager
     def whole(self, *, write: bool, names: Sequence[str] | None, at_boundary: bool) -> Iterator[None]:
@@ -73,7 +75,7 @@ class ParameterAccess:
             raise UsageError("full_parameters is open already: leave that context first")
         units = self._select(names)
         self._agree_on_entry(units, write=write, at_boundary=at_boundary)
-        self.is_open = True
+        self.is_open, self.intact = True, not write
         try:
             with self._gatherer.whole(units) if self._stage == 3 else nullcontext():
                 opened = [self._open(unit) for unit in units]
@@ -146,6 +148,7 @@ class ParameterAccess:
         problem = verdict(names, rows, write=write)
         if problem is not None:
             self._restore(opened)
+            self.intact = True
             detail = f" (another shape now: {misshapen[:5]})" if misshapen else ""
             raise UsageError(problem + detail)
         if write:
@@ -153,6 +156,7 @@ class ParameterAccess:
                 if found != item.prints:
                     self._write_back(item)
             self._collectives.fence()  # before another rank gathers what was written
+            self.intact = True
 
     def _restore(self, opened: Sequence[_Opened]) -> None:
         """The former values again, on every rank; at stage 3 the whole copies are dropped anyway."""

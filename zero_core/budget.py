@@ -7,6 +7,7 @@ with what each of them rounds up: to whole tiles at its owners, and to whole chu
 Plain integers: knows neither torch nor a process group.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_core import estimate
@@ -19,13 +20,17 @@ ALIGNMENT_BYTES = 64
 """Pieces of a pre-allocated block begin at multiples of this, as memory from torch's allocators does."""
 
 
+SLOT_HEADER_BYTES = 512
+"""Of a slot that a rank's states are copied into, what says which state they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Bytes of one rank by category.
 
     `padding` names what rounds up and is not included elsewhere: units to whole chunks in the buffers of
     `parameters` and `gradients`, the pieces of the block that holds `optimizer_states` to 64 bytes.
-    `activations` is what the caller says the model saves.
+    `activations` is what the caller says the model saves. `replicas` are copies of states in host memory.
     """
 
     parameters: int
@@ -34,6 +39,7 @@ class Budget:
     communication_buffers: int
     activations: int
     padding: int
+    replicas: int = 0
 
     @property
     def model_states(self) -> int:
@@ -42,7 +48,8 @@ class Budget:
 
     @property
     def total(self) -> int:
-        return self.model_states + self.communication_buffers + self.activations + self.padding
+        held = self.model_states + self.communication_buffers + self.activations + self.padding
+        return held + self.replicas
 
 
 def rounds(micro_batches: int, world_size: int) -> int:
@@ -50,8 +57,20 @@ def rounds(micro_batches: int, world_size: int) -> int:
     return -(-micro_batches // world_size)
 
 
-def predict(layout: Layout, config: ZeroConfig, rank: int, *, activation_bytes: int = 0) -> Budget:
-    """The bytes `rank` will hold under `layout`, which carries the world size."""
+def predict(
+    layout: Layout,
+    config: ZeroConfig,
+    rank: int,
+    *,
+    activation_bytes: int = 0,
+    buffer_bytes: int = 0,
+    keeps: Sequence[int] = (),
+) -> Budget:
+    """The bytes `rank` will hold under `layout`, which carries the world size.
+
+    buffer_bytes  of the model's persistent buffers, each rounded up to 64; replicas hold them too
+    keeps         ranks of other hosts whose replicas it keeps; those of its own host take no memory here
+    """
     formula = _formula(layout, config)
     parameters = gradients = optimizer = padding = 0
     for index, unit in enumerate(layout.units):
@@ -67,7 +86,11 @@ def predict(layout: Layout, config: ZeroConfig, rank: int, *, activation_bytes: 
         if config.stage <= 1 and unit.trainable:
             padding += tail * formula.item
     padding += optimizer_arena_bytes(layout, config, rank) - optimizer
-    return Budget(parameters, gradients, optimizer, _communication(layout, config), activation_bytes, padding)
+    replicas = 0
+    if replicates(layout, config, buffer_bytes=buffer_bytes):
+        replicas = sum(region_bytes(layout, config, r, buffer_bytes=buffer_bytes) for r in (rank, *keeps))
+    communication = _communication(layout, config)
+    return Budget(parameters, gradients, optimizer, communication, activation_bytes, padding, replicas)
 
 
 def optimizer_bytes(precision: str, optimizer: OptimizerConfig) -> int:
@@ -115,6 +138,26 @@ def optimizer_arena_bytes(layout: Layout, config: ZeroConfig, rank: int) -> int:
             start, stop = (0, unit.numel) if config.stage == 0 else layout.owned(index, rank)
             total += optimizer_bytes(config.precision, config.optimizer) // 4 * aligned(4 * (stop - start))
     return total
+
+
+def replicates(layout: Layout, config: ZeroConfig, *, buffer_bytes: int) -> bool:
+    """Whether there is anything to copy: not on a rank alone, nor at stage 0 if the model has no buffers."""
+    return config.replicas > 0 and layout.world_size > 1 and (config.stage > 0 or buffer_bytes > 0)
+
+
+def region_bytes(layout: Layout, config: ZeroConfig, rank: int, *, buffer_bytes: int) -> int:
+    """The memory of `rank`'s replica: two slots of its states; at stage 3 its part of frozen units, once."""
+    slot, frozen = SLOT_HEADER_BYTES + buffer_bytes, 0
+    if config.stage > 0:
+        slot += optimizer_arena_bytes(layout, config, rank)
+    for index, unit in enumerate(layout.units):
+        start, stop = layout.owned(index, rank)
+        if unit.trainable and config.stage > 0 and config.precision == "fp32":
+            slot += aligned(4 * (stop - start))
+        elif not unit.trainable and config.stage == 3:
+            frozen = frozen or SLOT_HEADER_BYTES
+            frozen += aligned((stop - start) * item_bytes(unit.dtype, config.precision))
+    return 2 * slot + frozen
 
 
 def exchange_bytes(layout: Layout, config: ZeroConfig, rank: int) -> int:

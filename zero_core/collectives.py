@@ -147,8 +147,23 @@ class Collectives:
             return self._block.take(numel, dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
+    def allocate_host(self, size: int) -> torch.Tensor:
+        """[size] uint8 zeros in host memory, where ranks on this host can read them."""
+        if self._arena is not None:
+            return self._arena.allocate(size, torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def is_near(self, peer: int) -> bool:
+        """Whether that rank's memory can be read."""
+        return peer in self._near
+
+    def memory_of(self, peer: int, tag: int, size: int) -> torch.Tensor:
+        """[size] uint8: what a rank on this host has published under `tag`; it outlives that rank."""
+        link = self._near[peer]
+        return link.memory.tensor(link.published[tag], size, torch.uint8)
+
     def publish(self, parts: Mapping[int, torch.Tensor]) -> None:
-        """Tell the ranks on this host where this rank's own part of each unit lies. Collective."""
+        """Tell the ranks on this host where what they read of this rank lies, by unit. Collective."""
         if self.world_size == 1 or self.on_gpu:
             return
         mine = {} if self._arena is None else {tag: self._arena.offset(part) for tag, part in parts.items()}

@@ -272,6 +272,9 @@ class ZeroConfig:
     activation_checkpointing  "unit": of each unit but the root only the inputs are kept for backward, which
                     computes the unit's forward once more; "none": all that autograd saves is kept
     checkpoint_offload  keep those inputs in page-locked host memory; needs a GPU
+    replicas        1: a rank's states are copied into the memory of another rank, on another host where there
+                    are several, so that they outlive it; 0: they are not. At stage 0 all have them anyway
+    replica_every_steps  steps from one copy to the next: so many are repeated at most after a loss
     partition_activations  split those inputs over the ranks of a model-parallel group (the paper's Pa);
                     refused, as there is no model parallelism yet
     """
@@ -297,6 +300,8 @@ class ZeroConfig:
     reproducible: bool = False
     activation_checkpointing: Checkpointing = "none"
     checkpoint_offload: bool = False
+    replicas: int = 0
+    replica_every_steps: int = 1
     partition_activations: bool = False
 
     def __post_init__(self) -> None:
@@ -312,6 +317,11 @@ class ZeroConfig:
             raise ConfigError(f"tile {self.tile} must be a positive multiple of {TILE_STEP} elements")
         if self.staging_bytes < 4096:
             raise ConfigError(f"staging_bytes {self.staging_bytes} must be at least 4096")
+        if self.replicas not in (0, 1) or self.replica_every_steps < 1:
+            raise ConfigError(
+                f"replicas {self.replicas} must be 0 or 1, replica_every_steps {self.replica_every_steps} at "
+                "least 1"
+            )
         _check_groups(self.groups, self.optimizer)
         self._check_exchange()
         self._check_activations()

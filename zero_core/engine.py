@@ -13,8 +13,8 @@ It knows nothing of data, checkpoints' files or where ranks run.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ from zero_core.reduction import Reducer
 from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
 from zero_core.saving import SavingHooks
 from zero_core.schedule import rates
-from zero_core.snapshot import Snapshot, Standing, form_of, persistent_buffers, take
+from zero_core.snapshot import Snapshot
+from zero_core.standing import LiveState
 from zero_core.summation import EXPANSION, collect, exact_square_sum, expand
 from zero_core.trees import map_tensors
 from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
@@ -86,9 +87,9 @@ class StepReport:
     skipped_steps: int
     loss_scale: float
     ballot: tuple[float, ...]
-    bytes_sent: dict[str, int]
-    bytes_by_transport: dict[str, int]
-    seconds: dict[str, float]
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    bytes_by_transport: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class ZeroEngine:
@@ -161,9 +162,11 @@ class ZeroEngine:
         self._trace: list[tuple[FlatUnit, str]] = []
         self._trace_ended = True
         self._evaluating = False
-        self._revision = 0
-        self._standing = None if blank else self._stand(0, whole=True)
-        """Where the state stands; None while it is not whole: blank, in an update, or being filled."""
+        self.interrupted_report: StepReport | None = None
+        """Of a step whose update this rank has carried out, where `step` failed after that: it counts if a
+        snapshot of it is taken over."""
+        if not blank:
+            self._live.begin()
         self.collectives.ledger.take()  # what building cost is no step's
 
     def _lay_out(self) -> None:
@@ -216,7 +219,18 @@ class ZeroEngine:
             active=self._active,
             after_reduce=self._after_reduce,
         )
-        self.collectives.publish(self._gathered_parts())
+        self._live = LiveState(
+            self.module,
+            self.layout,
+            config,
+            self.collectives,
+            units=self.units,
+            optimizer=self.optimizer,
+            gate=self.gate,
+            generation=self.generation,
+        )
+        self.collectives.publish({**self._gathered_parts(), **self._live.published})
+        self._live.connect()
         if config.stage == 3:
             self._gatherer.install_hooks()
         self._freezing = Freezing(self.units, self.collectives, self._train_only)
@@ -335,7 +349,9 @@ class ZeroEngine:
         if self._access.is_open:
             raise UsageError("step() within full_parameters: leave that context first")
         self._reducer.finish()
+        self._live.before_vote()
         grad_norm, loss, ballots = self._agree(ballot)
+        self._live.after_vote()
         self._reset_round()
         scale = self.gate.scale
         grad_norm /= scale
@@ -345,17 +361,12 @@ class ZeroEngine:
         passes = self.gate.passes(grad_norm=grad_norm, loss=loss, step=self.steps_done)
         if passes:
             gradients = self._held_gradients()
-            self._standing = None
+            self._live.begin_update()
             with self._timed("optimizer"):
                 self.optimizer.step(gradients, rates=by_group, divisor=scale / coefficient)
-            self._standing = self._stand(self.steps_done + 1, whole=self.config.stage == 0)
-            self._share_parameters()
-        self.steps_done += 1
-        self._standing = self._stand(self.steps_done, whole=True)
-        self.collectives.steps += 1
-        sent, transport, seconds = self.collectives.ledger.take()
-        return StepReport(
-            step=self.steps_done,
+            self._live.end_update(self.steps_done + 1, whole=self.config.stage == 0)
+        report = StepReport(
+            step=self.steps_done + 1,
             loss=loss,
             grad_norm=grad_norm,
             clip_coefficient=coefficient if passes else 0.0,
@@ -364,10 +375,16 @@ class ZeroEngine:
             skipped_steps=self.gate.skipped,
             loss_scale=scale,
             ballot=ballots,
-            bytes_sent=sent,
-            bytes_by_transport=transport,
-            seconds=seconds,
         )
+        self.interrupted_report = report
+        if passes:
+            self._share_parameters()
+        self.steps_done += 1
+        self._live.end_step(self.steps_done)
+        self.interrupted_report = None
+        self.collectives.steps += 1
+        sent, transport, seconds = self.collectives.ledger.take()
+        return replace(report, bytes_sent=sent, bytes_by_transport=transport, seconds=seconds)
 
     def full_parameters(
         self, *, write: bool = False, names: Sequence[str] | None = None
@@ -384,7 +401,8 @@ class ZeroEngine:
         """
         self.require_state()
         boundary = self._computed == 0 and self._trace_ended
-        return self._access.whole(write=write, names=names, at_boundary=boundary)
+        opened = self._access.whole(write=write, names=names, at_boundary=boundary)
+        return self._live.editing(opened, intact=lambda: self._access.intact) if write else opened
 
     def train(self, mode: bool = True) -> "ZeroEngine":
         self.module.train(mode)
@@ -402,6 +420,7 @@ class ZeroEngine:
         self._gatherer.remove_hooks()
         self._reducer.remove_hooks()
         self._recomputation.remove()
+        self._live.end()
         self.collectives.close()
 
     def abort(self) -> None:
@@ -413,7 +432,14 @@ class ZeroEngine:
     @property
     def budget(self) -> budget.Budget:
         """The bytes predicted for this rank, with the activations that were measured."""
-        return budget.predict(self.layout, self.config, self.rank, activation_bytes=self._saved.peak)
+        return budget.predict(
+            self.layout,
+            self.config,
+            self.rank,
+            activation_bytes=self._saved.peak,
+            buffer_bytes=self._live.buffer_bytes,
+            keeps=self._live.keeps,
+        )
 
     def memory(self) -> MemoryReport:
         """The bytes of this rank by category, as allocated, and the process as the system sees it."""
@@ -425,6 +451,7 @@ class ZeroEngine:
         buffers = self.collectives.staging.numel()
         buffers += sum(pool.allocated_bytes for pool in self._pools)
         held = parameters + padding + buffers + self._reducer.held_bytes + self.optimizer.held_bytes
+        held += self._live.replica_bytes
         peak, baseline = max(self._peak.peak, self._peak.baseline), self._peak.baseline
         resident, checkpoints = resident_bytes(self.device), self._checkpoints
         offloaded = self.config.checkpoint_offload
@@ -445,35 +472,36 @@ class ZeroEngine:
             fragmentation=fragmentation_bytes(
                 self.device, resident=resident, baseline=baseline, held=held + block
             ),
+            replicas=self._live.replica_bytes,
         )
 
-    # -- the state as a whole, from outside -------------------------------------------------------
+    # -- the state as a whole ---------------------------------------------------------------------
 
     def snapshots(self) -> list[Snapshot]:
         """What this rank holds that is whole and consistent, for `reshard.take_over`. Nothing is copied.
 
-        Meant for the end of a group's life, after its last step or after any failure: snapshots of the live
-        state follow the engine's steps until it is detached. Of an interrupted update there is none.
+        To be called at the end of a group's life, after its last step or after any failure, before `detach`.
+        The live state, unless an update was interrupted, and the copies that replicas hold. Their memory is
+        kept until they are dropped.
         """
-        return [] if self._standing is None else [self._snapshot(self._standing)]
+        return self._live.snapshots()
+
+    @property
+    def replicated_step(self) -> int | None:
+        """The last step whose states all ranks and the keepers of their replicas hold; None without any."""
+        return self._live.replicated_step
 
     def require_state(self) -> None:
-        """Raises UsageError while the engine has no whole state."""
-        if self._standing is None:
-            raise UsageError(
-                f"rank {self.rank} holds no whole state: its engine was built blank, or an update or a load "
-                "was interrupted; fill it with reshard.take_over or checkpoint.load"
-            )
+        """Raises UsageError while the engine holds no whole state: blank, or interrupted in an update."""
+        self._live.require()
 
     def begin_filling(self) -> Snapshot:
         """States are about to be written from outside; until `filled` the engine is of no use.
 
         Returns all places to be filled, as a snapshot whose meta says nothing.
         """
-        self._standing = None
-        return self._snapshot(self._stand(0, whole=True))
+        return self._live.begin_filling()
 
-    @torch.no_grad()
     def filled(
         self,
         *,
@@ -490,35 +518,22 @@ class ZeroEngine:
         whole  whether other ranks' parts of the parameters are up to date as well, at stages 1 and 2; else
                `refresh_parameters` has to follow
         """
-        self.steps_done, self.optimizer.steps_done = step, updates
-        self.gate.load_state_dict(gate)
-        for held in self.optimizer.states:
-            if held.master.dtype != held.compute.dtype:
-                held.compute.copy_(held.master)
-        self._standing = replace(
-            self._stand(step, whole=whole), state=state or StateId(step, self.generation)
-        )
+        self.steps_done = step
+        self._live.filled(step=step, updates=updates, gate=gate, name=state, whole=whole)
+
+    def settle_replicas(self) -> None:
+        """Wait until the last copy is complete at its keeper; at the next `step` it is at the latest."""
+        self._live.before_vote()
+
+    def editing(self) -> AbstractContextManager[None]:
+        """Within the context masters or parameters are written, alike on every rank."""
+        return self._live.editing(nullcontext())
 
     def refresh_parameters(self) -> None:
         """After `filled`: gather parameters from the owners of their masters. Collective."""
         self._share_parameters()
-        if self._standing is not None:
-            self._standing = replace(self._standing, whole=True)
+        self._live.gathered()
         self.collectives.ledger.take()
-
-    def _stand(self, step: int, *, whole: bool) -> Standing:
-        name = StateId(step, self.generation, self._revision)
-        return Standing(name, self.optimizer.steps_done, self.gate.state_dict(), whole)
-
-    def _snapshot(self, standing: Standing) -> Snapshot:
-        return take(
-            form_of(self.module, self.layout, self.config),
-            self.rank,
-            standing,
-            states=self.optimizer.states,
-            units=self.units,
-            buffers=persistent_buffers(self.module),
-        )
 
     # -- within a step ----------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ def expected_files(world_size: int) -> list[str]:
 def scan(root: Path) -> list[CheckpointInfo]:
     """The committed checkpoints under `root`, oldest first; of one step saved twice, the newer generation."""
     newest: dict[int, CheckpointInfo] = {}
-    for folder in root.iterdir() if root.is_dir() else ():
+    for folder in _children(root):
         match = _FOLDER.fullmatch(folder.name)
         if not match or not (folder / MANIFEST).is_file():
             continue
@@ -169,20 +169,25 @@ def staging(root: Path, generation: int) -> Path:
     return root / f".generation-{generation:04d}"
 
 
+def opened(root: Path) -> int:
+    """The newest generation that was opened under `root`; 0 if none was."""
+    found = [int(match[1]) for p in _children(root) if (match := _STAGING.fullmatch(p.name))]
+    return max(found, default=0)
+
+
 def open_generation(root: Path, generation: int) -> None:
     """Let this generation commit checkpoints under `root`, and no older one any more.
 
     Raises FencedError if a newer one has been opened: then it is this one that is of the past.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    found = {int(match[1]): p for p in root.iterdir() if (match := _STAGING.fullmatch(p.name))}
-    if newer := [number for number in found if number > generation]:
+    if (newest := opened(root)) > generation:
         raise FencedError(
-            f"generation {generation} may commit nothing to {root}: generation {max(newer)} has begun"
+            f"generation {generation} may commit nothing to {root}: generation {newest} has begun"
         )
-    staging(root, generation).mkdir(exist_ok=True)
-    for number, folder in found.items():
-        if number < generation:
+    staging(root, generation).mkdir(parents=True, exist_ok=True)
+    for folder in _children(root):
+        match = _STAGING.fullmatch(folder.name)
+        if match and int(match[1]) < generation:
             away = root / f".saving-closed-{folder.name.removeprefix('.')}"
             folder.rename(away)
             shutil.rmtree(away, ignore_errors=True)
@@ -198,10 +203,14 @@ def prune(root: Path, *, keep: int) -> list[Path]:
     kept = {info.path for info in scan(root)[-keep:]}
     doomed = [
         folder
-        for folder in (root.iterdir() if root.is_dir() else ())
+        for folder in _children(root)
         if folder not in kept and (_FOLDER.fullmatch(folder.name) or folder.name.startswith(".saving-"))
     ]
     for folder in doomed:
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     return doomed
+
+
+def _children(root: Path) -> list[Path]:
+    return list(root.iterdir()) if root.is_dir() else []

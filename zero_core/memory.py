@@ -5,8 +5,8 @@ allocated; `budget` says what it should have been.
 
 There are two accounts, of two moments, and no figure belongs to both:
 
-    at the peak    peak - baseline = model states + buffers + padding + activations + unattributed
-    now (CPU)      resident - baseline = model states + buffers + padding + checkpoint block + fragmentation
+    at the peak    peak - baseline = model states + buffers + padding + replicas + activations + unattributed
+    now (CPU)      resident - baseline = the same + checkpoint block - activations + fragmentation
     now (CUDA)     reserved = allocated + fragmentation
 """
 
@@ -31,6 +31,7 @@ class MemoryReport:
     resident      the process's proportional set size (CPU) or the allocator's reserved bytes (CUDA)
     baseline      occupied before the engine was built, less the model it was given
     unattributed  peak beyond the baseline that none of the categories explains; never negative
+    replicas      slots that this rank's states are copied into, and those it keeps for ranks of other hosts
     fragmentation held by the allocator and in use for nothing. CUDA: reserved less allocated. CPU: `resident`
                   less the baseline and all that the engine holds now, between steps; never negative
     """
@@ -48,6 +49,7 @@ class MemoryReport:
     recomputed: int = 0
     host_checkpoints: int = 0
     fragmentation: int = 0
+    replicas: int = 0
 
     @property
     def model_states(self) -> int:

@@ -80,6 +80,7 @@ def take_over(
         raise UsageError(
             f"rank {engine.rank} of the new group is number {me} of those who take part: they differ"
         )
+    held = [snapshot.current() for snapshot in held]
     table = _tell(_Told(*_about(engine), tuple(snapshot.meta for snapshot in held)), group)
     new = _new_form(table)
     chosen = plan([told.metas for told in table], new, floor_step=floor_step)
@@ -145,6 +146,7 @@ class _Move:
                     state=self._plan.state,
                     whole=self._plan.whole,
                 )
+                self._engine.settle_replicas()
         except Exception as error:
             return error
         return None

@@ -5,7 +5,7 @@ replicas copy them. A snapshot outlives the engine it was taken from and keeps i
 Knows nothing of files, of who needs what, nor of how it travels.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,18 @@ class Snapshot:
     pieces   by unit and kind: the first element, and [held] flat from there on; fp32 for masters and moments
     full     by trainable unit: [numel] or longer, compute dtype, where the whole parameters are of this state
     buffers  the persistent buffers by name
+    again    looks again, where another rank may have written since; a copy being written is of step -1
     """
 
     meta: Meta
     pieces: Mapping[Key, tuple[int, torch.Tensor]]
     full: Mapping[int, torch.Tensor] | None
     buffers: Mapping[str, torch.Tensor]
+    again: "Callable[[], Snapshot] | None" = None
+
+    def current(self) -> "Snapshot":
+        """The same memory with what it holds by now."""
+        return self if self.again is None else self.again()
 
     @property
     def step(self) -> int:

@@ -79,6 +79,12 @@ def load_full_state_dict(engine: ZeroEngine, state: Mapping[str, Any] | None) ->
         if engine.rank == 0:
             _check_full(engine, live, entries, state)
     values = state if engine.rank == 0 and state is not None else {}
+    with engine.editing():
+        _fill_full(engine, entries, values)
+
+
+def _fill_full(engine: ZeroEngine, entries: Mapping[int, list[_Entry]], values: Mapping[str, Any]) -> None:
+    """Broadcast rank 0's `values`, a unit at a time, and keep of each what the stage keeps."""
     states = {state.unit.index: state for state in engine.optimizer.states}
     for unit in engine.units:
         dtype = torch.float32 if unit.dtype.is_floating_point else unit.dtype

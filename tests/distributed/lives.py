@@ -50,12 +50,20 @@ class Diary:
     """What a process saw.
 
     losses    by step, exact, each time it was computed
+    repeated  steps that were finished and had to be computed again, by act
+    finished  the last step that was finished
+    seconds, sent, memory  of the last step; bytes of replicas at the end, measured and predicted
     taken     the outcome of each handover, by act
     digest    of masters and moments at the end, from the last act's rank 0
     errors    what handovers raised, by act
     """
 
     losses: list[tuple[int, str]] = field(default_factory=list)
+    repeated: dict[int, int] = field(default_factory=dict)
+    finished: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    memory: tuple[int, int] = (0, 0)
     taken: dict[int, Any] = field(default_factory=dict)
     digest: str = ""
     errors: dict[int, str] = field(default_factory=dict)
@@ -144,9 +152,19 @@ def strike(engine: Any, where: str) -> None:
     elif where == "gather":
         engine._share_parameters = die
     elif where == "replica":
-        engine._replicas.strike = die
+        _half_copied(engine._live._replicas, die)
     else:
         raise ValueError(where)
+
+
+def _half_copied(replicas: Any, die: Callable[..., Any]) -> None:
+    def copy(number: int, slot: Any) -> None:
+        run, at = replicas._copies[number]
+        half = run.numel() // 2
+        slot.memory[at : at + half].copy_(run[:half])
+        die()
+
+    replicas._copy = copy
 
 
 def _half_told(engine: Any, die: Callable[..., Any]) -> None:
@@ -200,9 +218,9 @@ class _Process:
         dist.init_process_group(
             "gloo", store=met, rank=everyone.index(self.worker), world_size=len(everyone), timeout=patience
         )
+        self.engine = None
         try:
             group = dist.new_group(range(len(act.members))) if leavers else dist.group.WORLD
-            old, self.engine = self.engine, None
             if self.worker in act.members:
                 self.engine = ZeroEngine(
                     self.module, self.script.config, group=group, generation=number, blank=number > 0
@@ -216,8 +234,8 @@ class _Process:
                     self.diary.errors[number] = str(error)
                     return
                 self.diary.taken[number] = taken
+                self.diary.repeated[number] = max(0, self.diary.finished - taken.step)
                 self.held = []
-            del old
             if self.engine is not None:
                 self._train(act)
                 if number == len(self.script.acts) - 1:
@@ -226,10 +244,14 @@ class _Process:
             if not act.dead:
                 raise
             self.diary.errors[number] = repr(error)
+            report = None if self.engine is None else self.engine.interrupted_report
+            if report is not None:
+                self.diary.losses.append((report.step, report.loss.hex()))
         finally:
             if self.engine is not None:
                 self.held = [*self.held, *self.engine.snapshots()]
                 self.engine.detach()
+                self.engine = None
             _leave()
 
     def _train(self, act: Act) -> None:
@@ -240,9 +262,13 @@ class _Process:
             self.script.train(engine, engine.steps_done)
             report = engine.step()
             self.diary.losses.append((report.step, report.loss.hex()))
+            self.diary.finished = report.step
+            self.diary.seconds = report.seconds
+            self.diary.sent = report.bytes_sent
 
     def _conclude(self) -> None:
         self.diary.digest = digest(self.engine)
+        self.diary.memory = self.engine.memory().replicas, self.engine.budget.replicas
         kept = self.engine.module.state_dict()
         self.diary.buffers = {n: kept[n].tolist() for n, _ in self.engine.module.named_buffers() if n in kept}
 

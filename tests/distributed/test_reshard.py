@@ -16,18 +16,16 @@ MICRO_BATCHES = 7
 
 
 def config(stage: int, precision: str, **more: Any) -> ZeroConfig:
-    return ZeroConfig(
-        stage=stage,
-        precision=precision,
-        micro_batches=MICRO_BATCHES,
-        optimizer=AdamWConfig(lr=1e-2),
-        clip_norm=0.3,
-        tile=64,
-        staging_bytes=4096,
-        reproducible=True,
-        collective_timeout_s=60.0,
-        **more,
-    )
+    settings: dict[str, Any] = {
+        "micro_batches": MICRO_BATCHES,
+        "optimizer": AdamWConfig(lr=1e-2),
+        "clip_norm": 0.3,
+        "tile": 64,
+        "staging_bytes": 4096,
+        "reproducible": True,
+        "collective_timeout_s": 60.0,
+    }
+    return ZeroConfig(stage=stage, precision=precision, **settings | more)
 
 
 def model() -> torch.nn.Module:
@@ -64,7 +62,7 @@ def curve(diaries: dict[int, Diary]) -> dict[int, str]:
 def undisturbed() -> dict[str, tuple[dict[int, str], str]]:
     """Losses and digest after 15 steps on one rank."""
     found = {}
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "bf16", "fp16"):
         diaries = play(1, script(Act((0,), 15), stage=1, precision=precision))
         found[precision] = curve(diaries), diaries[0].digest
     return found

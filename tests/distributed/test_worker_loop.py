@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from multiprocessing import get_context
@@ -337,6 +338,17 @@ def test_survivors_of_a_killed_rank_are_aborted_and_meet_again(deed: str) -> Non
         assert [members.answer(member)[:2] for member in (0, 1)] == [("sum", 3.0)] * 2
     finally:
         members.end()
+
+
+def test_a_store_is_bound_before_its_port_is_told() -> None:
+    """A port that was only chosen may be taken by another process before it is bound."""
+    hosts = [Rendezvous(address="127.0.0.1", device=torch.device("cpu")) for _ in range(4)]
+    stores = [host.host() for host in hosts]
+    assert len(set(stores)) == len(stores)
+    assert [host.host() for host in hosts] == stores, "one for the life of the process"
+    for store in stores:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", int(store.rpartition(":")[2])))
 
 
 def test_a_rank_that_never_arrives_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from zero_core import manifest
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointError, FencedError
 from zero_core.layout import ParameterSpec, build_layout
 
 
@@ -85,3 +85,23 @@ def test_file_names_in_a_manifest_are_never_followed(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("rank-00001", "../rank-00001"))
     with pytest.raises(CheckpointError, match="rank-00001"):
         manifest.read(folder)
+
+
+def test_opening_a_generation_takes_the_older_ones_way_to_commit(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    assert manifest.opened(root) == 0
+    manifest.open_generation(root, 3)
+    half_done = manifest.staging(root, 3) / ".saving-x"
+    half_done.mkdir()
+    (half_done / "rank-00000.safetensors").write_bytes(b"x")
+    manifest.open_generation(root, 3)
+    assert half_done.is_dir(), "opening it again takes nothing away"
+    committed = commit(root, 7, 3)
+    manifest.open_generation(root, 5)
+    assert manifest.opened(root) == 5
+    with pytest.raises(FileNotFoundError):
+        half_done.rename(root / manifest.folder_name(8, 3))
+    assert [info.path for info in manifest.scan(root)] == [committed]
+    assert {p.name for p in root.iterdir()} == {committed.name, ".generation-0005"}
+    with pytest.raises(FencedError, match=r"generation 4 may commit nothing .* generation 5 has begun"):
+        manifest.open_generation(root, 4)
