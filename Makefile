@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format bench-engine bench-peers docs clean
+.PHONY: demo test check format bench-engine bench-peers bench-elastic docs clean
 
 demo: $(READY)  ## the main job, end to end, on this machine
 	$(BIN)/elastic-zero demo
@@ -28,6 +28,9 @@ bench-engine: $(READY)  ## the engine beside its peers; writes a dated table to 
 bench-peers: $(READY)  ## DeepSpeed for bench-engine; its build needs the torch that is installed, and a compiler
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--no-build-isolation --editable ".[bench]"
+
+bench-elastic: $(READY)  ## resizes, recoveries and replicas beside Ray Train; writes a dated table, too
+	$(BIN)/python -m benchmarks.elastic $(ARGS)
 
 docs: $(READY)  ## regenerate the reference pages from the code
 	$(BIN)/python -m docs.generate

@@ -54,11 +54,12 @@ def busy_cpu_s() -> float:
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def wait_until_quiet(limit_s: float, *, cores: float = 0.2) -> None:
-    """Wait until fewer than `cores` are busy over half a second, at most `limit_s`."""
+def wait_until_quiet(limit_s: float, *, cores: float = 0.2) -> float:
+    """Wait until fewer than `cores` are busy over half a second, at most `limit_s`; how many were at last."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
+    while True:
         before, began = busy_cpu_s(), time.monotonic()
         time.sleep(0.5)
-        if (busy_cpu_s() - before) / (time.monotonic() - began) < cores:
-            return
+        busy = (busy_cpu_s() - before) / (time.monotonic() - began)
+        if busy < cores or time.monotonic() > deadline:
+            return busy

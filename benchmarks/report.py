@@ -72,7 +72,15 @@ def render(
     notes: Sequence[str],
 ) -> str:
     """The whole page; its last lines are the bars."""
-    lines = [f"# Engines side by side, {when}", "", *machine(), f"Command: `{command}`", "", *notes, ""]
+    lines = [
+        f"# Engines side by side, {when}",
+        "",
+        *machine(_deepspeed()),
+        f"Command: `{command}`",
+        "",
+        *notes,
+        "",
+    ]
     lines += _METHOD.format(micro_batch=MICRO_BATCH, sequence=SEQUENCE).splitlines()
     for result in results:
         lines += _table(result)
@@ -91,8 +99,8 @@ def verdicts(
     return [bar.judge(results, absent) for bar in bars()] + judge_wire(wire, no_wire)
 
 
-def machine() -> list[str]:
-    """What it ran on, in a few lines."""
+def machine(peer: str) -> list[str]:
+    """What it ran on, in a few lines. peer: the name and version of what it is compared with."""
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), "?")
     flags = next((line for line in cpuinfo if line.startswith("flags")), "").split()
@@ -102,13 +110,16 @@ def machine() -> list[str]:
     own = (
         ", ".join(bf16) if bf16 else "none: torch's own bf16 products are about ten times slower than fp32's"
     )
-    peers = deepspeed_peer.version()
     return [
         f"{os.cpu_count()} cores of {model} ({platform.machine()}; {', '.join(vectors)}; bf16 instructions: "
         f"{own}), {memory:.0f} GiB, Linux {platform.release()}.",
-        f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, "
-        f"{f'DeepSpeed {peers}' if peers else 'DeepSpeed not installed: its rows are left out'}.",
+        f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, {peer}.",
     ]
+
+
+def _deepspeed() -> str:
+    version = deepspeed_peer.version()
+    return f"DeepSpeed {version}" if version else "DeepSpeed not installed: its rows are left out"
 
 
 def _median(values: Sequence[float]) -> float:
