@@ -119,9 +119,11 @@ def memory_table(ranks: Sequence[ReportOut]) -> Table:
         pad_edge=False,
     )
     table.add_column("rank", justify="right")
-    table.add_column("tokens/s", justify="right")
+    table.add_column("tokens/s", justify="right", no_wrap=True)
     table.add_column("step", justify="right")
-    for _, heading in _CATEGORIES:
+    replicated = any(report.memory.replicas or report.predicted.replicas for report in ranks)
+    categories = [one for one in _CATEGORIES if replicated or one[0] != "replicas"]
+    for _, heading in categories:
         table.add_column(heading, justify="right")
     table.add_column("resident", justify="right")
     for report in ranks:
@@ -129,7 +131,7 @@ def memory_table(ranks: Sequence[ReportOut]) -> Table:
             str(report.rank),
             f"{report.tokens / report.step_s:,.0f}",
             seconds(report.step_s),
-            *(_over(report.memory, report.predicted, name) for name, _ in _CATEGORIES),
+            *(_over(report.memory, report.predicted, name) for name, _ in categories),
             f"{report.resident_bytes / _MIB:,.1f}",
         )
     return table

@@ -209,7 +209,7 @@ def test_a_fault_of_ours_tells_nothing_of_the_inside(
     def broken() -> None:
         raise RuntimeError("password=secret")
 
-    monkeypatch.setattr(service.plane, "cluster", broken)
+    monkeypatch.setattr(service.plane, "nodes", broken)
     problem = _refused(service, "GET", "/v1/cluster", 500)
     assert problem["code"] == "internal_error"
     assert "secret" not in str(problem)

@@ -15,6 +15,9 @@ LIGHT = (
     "model_shapes",
     "engine_config",
     "orders",
+    "progress",
+    "draining",
+    "mover",
 )
 
 
