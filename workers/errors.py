@@ -8,6 +8,7 @@
     |  |- ResumeError        the data differ from those the checkpoint was made with
     |  `- DivergedError      loss or gradient norm is inf or nan
     |- RendezvousError       a process group could not be formed
+    |- UntoldError           the controller does not collect what this worker has done
     |- StaleGenerationError       a command for a generation that this worker is not in
     `- LogError              the job's numbered log is damaged
 
@@ -45,6 +46,10 @@ class DivergedError(UserError):
 
 class RendezvousError(WorkersError):
     """A process group could not be formed."""
+
+
+class UntoldError(WorkersError):
+    """The controller does not collect this worker's reports: it may be cut off, and replaced by now."""
 
 
 class StaleGenerationError(WorkersError):

@@ -4,7 +4,7 @@ import traceback
 
 import torch.distributed as dist
 
-from workers.errors import RendezvousError, UserError
+from workers.errors import RendezvousError, UntoldError, UserError
 from workers.protocol import Failure, Fault
 from zero_core.errors import FencedError, PeerLostError, ZeroError
 
@@ -27,7 +27,7 @@ def describe(error: BaseException, *, aborted: bool) -> Failure:
 
 
 def _broken_group(error: BaseException) -> bool:
-    if isinstance(error, (RendezvousError, dist.DistError, PeerLostError)):
+    if isinstance(error, (RendezvousError, UntoldError, dist.DistError, PeerLostError)):
         return True
     if isinstance(error, (UserError, ZeroError)) or not isinstance(error, RuntimeError):
         return False

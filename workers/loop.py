@@ -19,7 +19,7 @@ from torch import nn
 
 from workers.data import Batches, check_resume
 from workers.engine_config import engine_config
-from workers.errors import DivergedError, ModelError
+from workers.errors import DivergedError, ModelError, UntoldError
 from workers.model_shapes import gpt_activation_bytes
 from workers.order import mix
 from workers.protocol import STOPS, Outcome, Wish
@@ -115,7 +115,7 @@ class TrainingLoop:
         batches: Batches,
         wishes: Wishes,
         sink: Sink,
-        settle: Callable[[], object] = lambda: None,
+        settle: Callable[[], bool] = lambda: True,
         after_step: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
@@ -201,7 +201,11 @@ class TrainingLoop:
     def _save(self, reason: str) -> None:
         # No checkpoint covers a step that has not been told: a rank killed after it is not to take with it
         # the account of steps that nobody will repeat.
-        self._settle()
+        if not self._settle():
+            raise UntoldError(
+                f"rank {self._place.rank} does not save step {self._engine.steps_done}: the controller has "
+                "not collected the reports of the steps before it; it is cut off, or this worker is"
+            )
         with self._engine.doing("checkpoint"):
             saved = checkpoint.save(
                 self._engine,

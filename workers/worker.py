@@ -33,7 +33,7 @@ from workers.warm_up import warm_up
 from zero_core import ZeroEngine
 from zero_core.snapshot import Snapshot
 
-_SETTLE_TIMEOUT_S = 5.0
+_SETTLE_TIMEOUT_S = 30.0
 """How long a checkpoint waits for the controller to have taken the reports before it."""
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import RankFailedError, run_ranks
 from workers.data import open_batches
+from workers.errors import UntoldError
 from workers.failures import describe
 from workers.loop import Place, TrainingLoop, Wishes, make_engine, resume
 from workers.models import build_model, vocabulary
@@ -53,6 +55,7 @@ def _train(
     folder: Path,
     spec: JobSpec,
     wish: tuple[int, int, Wish] | None = None,
+    settle: Callable[[], bool] = lambda: True,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Train from the newest checkpoint in `folder`. wish: (rank, after its report of this step, what)."""
     device = torch.device("cpu")
@@ -78,8 +81,30 @@ def _train(
         device=device,
         fenced=False,
     )
-    loop = TrainingLoop(spec=spec, place=place, engine=engine, batches=batches, wishes=wishes, sink=sink)
+    loop = TrainingLoop(
+        spec=spec,
+        place=place,
+        engine=engine,
+        batches=batches,
+        wishes=wishes,
+        sink=sink,
+        settle=settle,
+    )
     return loop.run(), notices
+
+
+def _train_untold(rank: int, world_size: int, folder: Path) -> Fault:
+    """The first save's reports are collected, those of the second are not."""
+    answers = iter([True, False])
+    with pytest.raises(UntoldError, match="rank 0 does not save step 6") as caught:
+        _train(rank, world_size, folder, _spec(), settle=lambda: next(answers))
+    return describe(caught.value, aborted=False).fault
+
+
+def test_steps_that_were_not_told_are_not_saved(tmp_path: Path) -> None:
+    """A worker that is cut off from its controller leaves no checkpoint of steps that nobody knows of."""
+    assert run_ranks(1, _train_untold, tmp_path) == [Fault.COLLECTIVE]
+    assert [info.step for info in manifest.scan(tmp_path)] == [3]
 
 
 def _reports(results: list[tuple[Outcome, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
