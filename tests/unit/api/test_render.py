@@ -59,8 +59,8 @@ def _printed(renderable: Any) -> str:
 def test_each_ranks_memory_beside_what_was_predicted() -> None:
     lines = _printed(render.memory_table([_report(3), _report(3, rank=1)])).splitlines()
     assert len(lines) == 5
-    measured = ["1.00", "2.00", "4.00", "8.00", "16.00", "0.00", "0.00", "3.00", "200.0"]
-    predicted = ["1.00", "2.00", "4.00", "8.00", "16.00", "0.00", "0.00", "0.00"]
+    measured = ["1.00", "2.00", "4.00", "8.00", "16.00", "0.00", "3.00", "200.0"]
+    predicted = ["1.00", "2.00", "4.00", "8.00", "16.00", "0.00", "0.00"]
     assert lines[1].split() == ["0", "128", "500", "ms", *measured]
     assert lines[2].split() == predicted
 
