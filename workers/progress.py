@@ -49,7 +49,7 @@ class Pulse:
 
     @property
     def heartbeat(self) -> Heartbeat | None:
-        """None until the worker has an engine in this generation."""
+        """None until the worker trains in this generation."""
         return self._current.heartbeat if self._current else None
 
     @property
@@ -70,7 +70,7 @@ class Finding:
 
 @dataclass(slots=True)
 class _Silence:
-    """How long a worker has not answered, and how long it has had no engine, in seconds."""
+    """How long a worker has not answered, and how long it has not trained yet, in seconds."""
 
     poll: Poll | None = None
     silent_s: float = 0.0
@@ -199,8 +199,8 @@ class Vigil:
 def suspects(ranks: Sequence[_Standing], delay_s: float) -> list[_Standing]:
     """Those that hold the others up, where every rank has stood still for `delay_s`; none if all do.
 
-    While the engine of one that answers is still being built, nobody knows whether it waits: only those that
-    do not answer are suspected then. One that is alone is suspected only if it does not answer.
+    While one that answers is not training yet, nobody knows whether it waits: only those that do not answer
+    are suspected then. One that is alone is suspected only if it does not answer.
     """
     silent = [rank for rank in ranks if rank.silent_s >= delay_s]
     answering = [rank for rank in ranks if rank.silent_s < delay_s]

@@ -148,7 +148,7 @@ class Heartbeat:
     step: int
     """Steps finished."""
     phase: str
-    """forward, backward, reduce, gather, control, optimizer, data, checkpoint; between them an Activity."""
+    """forward, backward, reduce, gather, control, optimizer, data, checkpoint; "training" between them."""
     collective: str
     """The last collective it has come to, in words; empty before the first."""
     moves: int
@@ -174,4 +174,4 @@ class Poll:
     begun: Begun | None
     outcome: Outcome | None
     heartbeat: Heartbeat | None = None
-    """None while it has no part in a generation, or no engine yet."""
+    """None until it trains in the generation."""

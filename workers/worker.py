@@ -356,8 +356,8 @@ class Worker:
 def _heartbeat(part: _Part) -> Heartbeat | None:
     """Where the training thread is, seen from another; without a lock, so its parts may be a moment apart."""
     engine = part.engine
-    if engine is None:
-        return None
+    if engine is None or part.activity is not Activity.TRAINING:
+        return None  # forming, building and loading take as long as they take, and have limits of their own
     now = engine.whereabouts
     moves, moved_at, phase, kind, unit = now.moves, now.moved_at, now.phase, now.collective, now.unit
     names = engine.collectives.unit_names

@@ -277,6 +277,24 @@ def _a_live_process_keeps_nothing_of_earlier_generations(folder: Path) -> None:
     assert sizes[-1] - sizes[1] < 6 * 20e6, sizes
 
 
+def _heartbeats_say_where_the_training_thread_is(folder: Path) -> None:
+    worker = _worker(folder, steps=1_000_000)
+    assert worker.prepare().failure is None
+    assert worker.poll(0).heartbeat is None
+    _begin(worker, 1)
+    first = _until(worker, lambda poll: poll.heartbeat).heartbeat
+    assert first is not None
+    known = {"forward", "backward", "optimizer", "data", "training", "control", "reduce", "gather"}
+    assert first.phase in known
+    later = _until(worker, lambda poll: poll.heartbeat and poll.heartbeat.moves > first.moves + 20).heartbeat
+    assert later is not None
+    assert later.step >= first.step
+    assert later.still_s >= 0
+    worker.ask(1, Wish.PAUSE)
+    _outcome(worker)
+    assert worker.poll(10**9).heartbeat is None
+
+
 def _main(pipe: Connection, body: Callable[[Path], None], folder: Path) -> None:
     import traceback
 
@@ -298,6 +316,7 @@ def _main(pipe: Connection, body: Callable[[Path], None], folder: Path) -> None:
         _an_abort_ends_a_rank_that_waits_for_the_others,
         _a_users_error_is_data,
         _a_live_process_keeps_nothing_of_earlier_generations,
+        _heartbeats_say_where_the_training_thread_is,
     ],
 )
 def test_worker(body: Callable[[Path], None], tmp_path: Path) -> None:
