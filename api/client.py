@@ -236,9 +236,14 @@ class Client:
         return self._ask(NodesOut, "GET", "/v1/nodes").nodes
 
     def find_node(self, prefix: str) -> NodeOut:
-        """The only node whose id begins so, or that has this address. Raises NoSuchNode, Ambiguous."""
+        """The only node whose id begins so, or that lives at this address. Raises NoSuchNode, Ambiguous."""
         nodes = self.nodes()
-        found = [node for node in nodes if prefix and (node.id.startswith(prefix) or node.address == prefix)]
+        found = [
+            node
+            for node in nodes
+            # A machine that was started again has its old node's address.
+            if prefix and (node.id.startswith(prefix) or (node.alive and node.address == prefix))
+        ]
         if not found:
             known = ", ".join(f"{node.id[:12]} ({node.address})" for node in nodes) or "none"
             raise NoSuchNode(f"no node begins with {prefix!r}; there are: {known}")

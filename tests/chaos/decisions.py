@@ -21,6 +21,7 @@ class Kind(StrEnum):
     CUT_LINK = "cut a host's link for a moment"
     LOSE_HOST = "cut a host's link until it is given up"
     KILL_HOST = "kill a host"
+    DRAIN_HOST = "drain a host and switch it off"
 
 
 ON_ONE_HOST = (

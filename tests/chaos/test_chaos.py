@@ -15,12 +15,15 @@ from api.client import Refused
 from tests.chaos import grounds
 from tests.chaos.conftest import Ground
 from tests.chaos.decisions import Action, Kind, decide
-from tests.multihost.cluster import Cluster, until
+from tests.multihost.cluster import Cluster, Node, until
 from tests.multihost.served import Job, Service, assert_nothing_left
 
 pytestmark = pytest.mark.integration
 
 MOST_WORKERS = 5
+NOTICE_S = 20.0
+"""How long before a host is switched off that is told."""
+
 STEPS_PER_S = 2
 """More than are done in a second of chaos, so that it ends before the job does."""
 
@@ -137,7 +140,9 @@ class Chaos:
                 self._hosts.heal(victim)
                 until(lambda: victim.process.poll() is not None, f"the end of the node on {victim.address}")
                 self._hosts.revive([victim])
-            case Kind.KILL_HOST:
+            case Kind.KILL_HOST | Kind.DRAIN_HOST:
+                if action.kind is Kind.DRAIN_HOST:
+                    self._drain(victim)
                 self._hosts.kill(victim)
                 self._hosts.wait_until_given_up(victim)
                 self._hosts.revive([victim])
@@ -150,6 +155,14 @@ class Chaos:
         except Refused as refused:
             return f"refused: {refused.code}"
         return "asked"
+
+    def _drain(self, victim: Node) -> None:
+        """Drain a host and give the job the time that was promised, as far as it needs it."""
+        with self._service.client() as client:
+            client.drain(client.find_node(victim.address).id, deadline_s=NOTICE_S)
+        deadline = time.monotonic() + NOTICE_S
+        while self._hosts.running(grounds.WORKER, on=victim) and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def _pause(self) -> str:
         """Pause, wait for it, resume. A job that ends first has nothing to resume."""

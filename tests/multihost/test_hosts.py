@@ -110,6 +110,29 @@ def test_a_worker_that_needs_no_other_trains_on_behind_a_cut_and_it_counts_for_n
     assert_nothing_left(service, job)
 
 
+def test_a_drained_host_is_left_before_it_goes(
+    hosts: Cluster, service: Service, submit: Submit, gate: Path, undisturbed: Job
+) -> None:
+    job = submit(spec_of(gate, wanted=2))
+    job.wait_step(4, world_size=2)
+    victim = _expendable(hosts)
+    with service.client() as client:
+        drained = client.drain(client.find_node(victim.address).id, reason="maintenance")
+    assert drained.draining
+    move = job.wait_event("resize")["data"]
+    assert (move["cause"], move["nodes"]) == ("drain", [drained.id])
+    assert (move["old_workers"], move["new_workers"], move["steps_lost"]) == (2, 2, 0)
+    until(lambda: not hosts.running("ray::WorkerActor", on=victim), "the host without workers")
+    # Now its owner may switch it off, and nobody notices.
+    hosts.kill(victim)
+    gate.touch()
+    _assert_as(job, undisturbed)
+    assert job.events("worker_lost") == job.events("recovery") == []
+    done = [(report["step"], report["rank"]) for report in job.reports()]
+    assert len(set(done)) == len(done), "no step was done twice"
+    assert_nothing_left(service, job)
+
+
 def test_cancelled_is_shown_when_no_host_has_anything_left(
     hosts: Cluster, service: Service, submit: Submit, gate: Path
 ) -> None:
