@@ -167,6 +167,7 @@ class ZeroEngine:
         self._trace: list[tuple[FlatUnit, str]] = []
         self._trace_ended = True
         self._evaluating = False
+        self._detached = False
         self.interrupted_report: StepReport | None = None
         """Of a step whose update this rank has carried out, where `step` failed after that: it counts if a
         snapshot of it is taken over."""
@@ -205,7 +206,10 @@ class ZeroEngine:
             keep=kept_gathered(self.layout, config),
             prefetch=config.prefetch_units > 0,
         )
-        self._states_arena = Arena(budget.optimizer_arena_bytes(self.layout, config, self.rank), self.device)
+        size = budget.optimizer_arena_bytes(self.layout, config, self.rank)
+        # Where a later group can read it, if it is on this host.
+        block = self.collectives.allocate_host(size) if self.collectives.shares_memory else None
+        self._states_arena = Arena(size, self.device, block=block)
         states = partition(
             self.module, self.units, self.collectives, config, initialise, self._states_arena, blank=blank
         )
@@ -429,14 +433,20 @@ class ZeroEngine:
     def detach(self) -> None:
         """Leave the group and take the hooks off the model, which is an ordinary module again.
 
-        At stage 3 its parameters hold no values then: take a state dict before. An engine that is dropped
-        without this is never freed: its hooks hold it.
+        At stage 3 its parameters hold no values then: take a state dict before. The engine is of no use any
+        more, and its memory goes with it. One that is dropped without this is never freed: its hooks hold it.
         """
+        if self._detached:
+            return
+        self._detached = True
         self._gatherer.remove_hooks()
         self._reducer.remove_hooks()
         self._recomputation.remove()
         self._live.end()
         self.collectives.close()
+        # They and the engine hold each other: without them nobody has to wait for the garbage collector.
+        del self._gatherer, self._reducer, self._recomputation, self._hooks
+        del self._freezing, self._access, self._pools
 
     def abort(self) -> None:
         """From any thread: a rank that waits for another on this host fails now, with PeerLostError."""
