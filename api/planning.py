@@ -258,6 +258,7 @@ def _of_budget(found: StageBudget, training: Training, stage: int, device_bytes:
             "padding": budget.padding,
             "communication_buffer": budget.communication_buffers,
             "activation": budget.activations,
+            **({"replica": budget.replicas} if budget.replicas else {}),
         },
         total_bytes=budget.total,
         largest_model=_largest(device_bytes, budget.total - budget.model_states, training, stage),

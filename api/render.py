@@ -42,6 +42,7 @@ _BESIDE: Mapping[str, str] = {
     "padding": "padding",
     "communication_buffer": "communication buffers",
     "activation": "activations",
+    "replica": "replicas",
 }
 
 

@@ -277,6 +277,7 @@ class BudgetOut(_Wire):
     communication_buffers: int
     activations: int
     padding: int
+    replicas: int = Field(0, description="Copies of states, in host memory.")
     total: int
 
 

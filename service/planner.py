@@ -216,7 +216,8 @@ def _parts(budget: Budget | None) -> str:
     return (
         f"parameters {budget.parameters:,}, gradients {budget.gradients:,}, "
         f"optimizer states {budget.optimizer_states:,}, buffers {budget.communication_buffers:,}, "
-        f"activations {budget.activations:,}, padding {budget.padding:,}, process {PROCESS_BYTES:,}"
+        f"activations {budget.activations:,}, padding {budget.padding:,}, "
+        f"replicas {budget.replicas:,}, process {PROCESS_BYTES:,}"
     )
 
 
