@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from zero_core.optimizer import FlatOptimizer
 from zero_core.partition import bytes_of, device_of, partition
 from zero_core.precision import StepGate
 from zero_core.reduction import Reducer
+from zero_core.report import StepReport
 from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
 from zero_core.saving import SavingHooks
 from zero_core.schedule import rates
@@ -58,40 +59,7 @@ from zero_core.trees import map_tensors
 from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
 from zero_core.widening import widened_products
 
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step did.
-
-    step        finished steps, so 1 after the first; skipped ones are counted
-    loss        mean over the step's M micro-batches on all ranks; the same bits everywhere
-    grad_norm   2-norm of the mean gradient before clipping, without the loss scale; not finite where the
-                gradients overflowed
-    clip_coefficient  what gradients were multiplied by
-    lr          the learning rate of each group in this step, by name
-    skipped     whether fp16 gradients (or the loss) were not finite, so that nothing was updated
-    skipped_steps  how many steps were skipped so far, this one included
-    loss_scale  that this step's losses were multiplied by; 1 but in fp16
-    ballot      sums over ranks of the numbers passed to `step`
-    bytes_sent  by this rank since the last step: reduce, gather, gather_backward, control;
-                access where parameters were read or written whole
-    bytes_by_transport  the same bytes by the way they went: shared (memory of this host), network
-    seconds     of this rank: forward and backward (without the collectives inside them), reduce, gather,
-                control (the step's own small collective: mostly waiting for others), optimizer, idle
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    clip_coefficient: float
-    lr: dict[str, float]
-    skipped: bool
-    skipped_steps: int
-    loss_scale: float
-    ballot: tuple[float, ...]
-    bytes_sent: dict[str, int] = field(default_factory=dict)
-    bytes_by_transport: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+__all__ = ["StepReport", "ZeroEngine"]
 
 
 class ZeroEngine:
