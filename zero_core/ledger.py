@@ -40,7 +40,7 @@ class Whereabouts:
 class Ledger:
     """Bytes sent and seconds spent since the last `take`, and where the rank is.
 
-    sent       bytes by kind: reduce, gather, gather_backward, control
+    sent       bytes by kind: reduce, gather, gather_backward, control, replica
     transport  the same bytes by the way they went: shared (read by a rank on this host), network
     seconds    by phase
     """

@@ -1,6 +1,6 @@
 """The conductor over scripted workers: what it does next, without processes and without waiting."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from workers.conductor import Conductor, Limits
 from workers.log import JobLog
 from workers.orders import Orders
 from workers.policies import Joiners, Member
+from workers.progress import Pulse
 from workers.protocol import Begun, Failure, Outcome, Readiness, Source, Wish
 from workers.spec import JobSpec
 
@@ -62,6 +63,16 @@ class Workers:
     _stopping: Wish | None = None
 
     @property
+    def node(self) -> str:
+        return "head"
+
+    def places(self) -> list[tuple[str, str | None]]:
+        return [(w.name, "head") for w in self.members]
+
+    def pulses(self) -> list[Pulse]:
+        return []
+
+    @property
     def participants(self) -> list[Worker]:
         return [*self.members, *self.leavers]
 
@@ -93,10 +104,11 @@ class Workers:
     def missing(self) -> dict[str, float]:
         return {"CPU": float(self.counts().placing)}
 
-    def enrol(self, count: int) -> None:
-        inside = self.participants
+    def enrol(self, count: int, *, without: Collection[str] = ()) -> None:
+        before = self.participants
+        inside = [w for w in before if w.name not in without]
         self.members = [*inside, *(w for w in self.joiners if w.ready)][:count]
-        self.leavers = inside[count:]
+        self.leavers = [w for w in before if w not in self.members]
         self.joiners = [w for w in self.joiners if w not in self.members]
 
     def dismiss_leavers(self) -> None:

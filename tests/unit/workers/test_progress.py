@@ -45,6 +45,7 @@ class Rank:
             step=7,
             notices=(),
             upto=0,
+            news=0,
             begun=None,
             outcome=Outcome(step=7) if self.done else None,
             heartbeat=beat,
