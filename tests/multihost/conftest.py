@@ -72,15 +72,15 @@ def undisturbed(service: Service, tmp_path_factory: pytest.TempPathFactory) -> J
     return job
 
 
-def spec_of(gate: Path, *, wanted: int, **changes: Any) -> dict[str, Any]:
-    """A job whose bits do not depend on the number of workers."""
+def spec_of(gate: Path, *, wanted: int, pause_s: float = 0.5, **changes: Any) -> dict[str, Any]:
+    """A job whose bits do not depend on the number of workers; each of 6 micro-batches has its pause."""
     sizes = {"layers": 1, "hidden": 16, "heads": 2, "sequence_length": 16}
     return {
         "name": "hosts",
         "model": {
             "kind": "custom",
             "factory": "tests.integration.gated_model:GatedGPT",
-            "arguments": {"gate": str(gate), "pause_s": 0.5, **sizes},
+            "arguments": {"gate": str(gate), "pause_s": pause_s, **sizes},
         },
         "data": {"kind": "synthetic", "samples": 6 * STEPS},
         "steps": STEPS,

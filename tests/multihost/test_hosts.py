@@ -96,9 +96,10 @@ def test_a_worker_that_needs_no_other_trains_on_behind_a_cut_and_it_counts_for_n
 ) -> None:
     """The only worker of a job waits for no peer: it goes on, beside the one that has taken its place."""
     resources = {"cpus": CPUS, "memory_bytes": 2 * HEAD_MEMORY_BYTES}
-    job = submit(spec_of(gate, wanted=1, resources=resources, checkpoints={"every_steps": 2}))
-    # The next save is two slow steps away.
-    job.wait_event("checkpoint", after=1)
+    spec = spec_of(gate, wanted=1, pause_s=0.2, resources=resources, checkpoints={"every_steps": 3})
+    job = submit(spec)
+    # The next save is three slow steps away.
+    job.wait_event("checkpoint")
     (victim,) = [node for node in hosts.nodes if hosts.running("ray::WorkerActor", on=node)]
     (pid,) = hosts.running("ray::WorkerActor", on=victim)
     hosts.cut(victim)
@@ -152,13 +153,13 @@ def test_a_slow_link_changes_the_time_and_no_bit(
 ) -> None:
     job = submit(spec_of(gate, wanted=2))
     job.wait_step(4, world_size=2)
-    delay_s = 0.1
+    delay_s = 0.05
     victims = [node for node in hosts.nodes if hosts.running("ray::WorkerActor", on=node)]
     with hosts.delayed(victims[0], delay_s):
         at = job.read().step
         gate.touch()
-        job.wait_step(at + 12)
-    slow = [r["step_s"] for r in job.reports() if at + 3 <= r["step"] <= at + 11]
+        job.wait_step(at + 8)
+    slow = [r["step_s"] for r in job.reports() if at + 3 <= r["step"] <= at + 7]
     # Each step has collectives, and none can be over before a message has crossed the link.
     assert min(slow) >= delay_s
     _assert_as(job, undisturbed)
