@@ -190,7 +190,8 @@ class Conductor:
             reason = f"{reason or phase}; not seen to be gone: workers {', '.join(left)}"
         if crash:
             self._event("error", crash)
-        self.ended_at = self._wall()
+        if phase.final:
+            self.ended_at = self._wall()
         self._enter(phase, reason)
         if not phase.final and self._leave_node:
             self._leave_node()
