@@ -71,6 +71,7 @@ def load_and_compare(rank: int, world: int, stage: int, precision: str, root: Pa
 def test_any_n_and_stage_to_any_other(
     saver: tuple[int, int], loaders: list[tuple[int, int]], precision: str, tmp_path: Path
 ) -> None:
+    """L3 (DeepSpeed 2898, 3810): saved at one number of ranks, loaded at any other."""
     want = run_ranks(saver[0], run_and_save, saver[1], precision, tmp_path)[0]
     assert [info.step for info in manifest.scan(tmp_path)] == [3]
     for world, stage in loaders:

@@ -352,6 +352,7 @@ def test_groups_form_and_form_again_with_other_members_in_live_processes() -> No
 
 @pytest.mark.parametrize("deed", ["sum", "receive"])
 def test_survivors_of_a_killed_rank_are_aborted_and_meet_again(deed: str) -> None:
+    """L6 (Ray 62651): whatever the others wait in when a rank dies, it does not outlive its generation."""
     members = _Members(3)
     try:
         began = time.monotonic()
@@ -366,7 +367,7 @@ def test_survivors_of_a_killed_rank_are_aborted_and_meet_again(deed: str) -> Non
 
 
 def test_a_store_is_bound_before_its_port_is_told() -> None:
-    """A port that was only chosen may be taken by another process before it is bound."""
+    """L2 (Ray 35907): a port that was only chosen may be taken by another process before it is bound."""
     hosts = [Rendezvous(address="127.0.0.1", device=torch.device("cpu")) for _ in range(4)]
     stores = [host.host() for host in hosts]
     assert len(set(stores)) == len(stores)

@@ -195,7 +195,8 @@ def _reference_losses(rank: int, world_size: int, spec: dict[str, Any], folder: 
 
 
 def test_two_four_three_workers_lose_no_step_and_change_no_number(job: Job, tmp_path: Path) -> None:
-    spec = spec_of(steps=90)
+    """Also L7 (torchrun): no resize counts as a failure, as this job may not have a single one."""
+    spec = spec_of(steps=90, recovery={"max_worker_losses": 0, "max_node_losses": 0})
     job.start(spec)
     job.wait_step(5, world_size=2)
     before = job.pids()
@@ -379,6 +380,7 @@ def _wait_for_status(job: Job, phase: str) -> None:
 
 
 def test_cancel_leaves_nothing_behind(job: Job, ray_cluster: int) -> None:
+    """L10 (Ray 23638, 35773): processes, memory and placement groups are gone before `cancelled` is shown."""
     job.start(spec_of())
     job.wait_step(2)
     began = time.monotonic()
@@ -401,6 +403,7 @@ def test_cancel_leaves_nothing_behind(job: Job, ray_cluster: int) -> None:
 
 
 def test_cancel_is_answered_at_once_while_waiting_for_room(job: Job) -> None:
+    """L9 (Ray Train 2.60): not after the wait for resources."""
     job.start(spec_of(workers={"wanted": 2, "min": 2}, resources={"cpus": 100}))
     event = job.wait(
         lambda job: [e for e in job.events("phase") if e["data"]["reason"]], "a reason for the wait"
@@ -423,6 +426,7 @@ def test_a_job_starts_with_fewer_workers_and_says_so(job: Job) -> None:
 
 
 def test_orders_that_change_no_number_leave_the_group_alone(job: Job) -> None:
+    """L8 (Ray Train 2.60): a resize above capacity does not end the healthy group first."""
     job.start(spec_of(checkpoints={"every_steps": None}))
     job.wait_step(2)
     job.command("resize", workers=5)

@@ -230,6 +230,7 @@ def test_it_learns_and_every_sample_is_seen_once(undisturbed: Told) -> None:
 def test_resized_from_2_to_4_to_3_the_losses_and_the_samples_stay_the_same(
     client: Client, gate: Path, undisturbed: Told
 ) -> None:
+    """L4 (prime-rl 1092): a larger world in mid-epoch reads every sample once."""
     job_id = client.submit(_spec(gate)).id
     _until(lambda: client.job(job_id).step >= 2)
     with pytest.raises(Refused, match="place for 4") as caught:

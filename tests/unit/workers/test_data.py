@@ -134,6 +134,7 @@ def test_a_token_outside_of_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_resuming_with_other_settings_is_refused(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    """L5 (VeOmni 853): other samples than before the restart, silently."""
     data = _text(tmp_path / "a.txt")
     saved = open_batches(_spec(data), vocabulary=256).fingerprint
     check_resume(saved, open_batches(_spec(data), vocabulary=256).fingerprint)
