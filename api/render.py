@@ -33,7 +33,6 @@ _CATEGORIES: tuple[tuple[str, str], ...] = (
     ("communication_buffers", "comm"),
     ("activations", "activ"),
     ("padding", "pad"),
-    ("replicas", "repl"),
     ("unattributed", "other"),
 )
 

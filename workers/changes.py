@@ -30,6 +30,12 @@ class Change:
     met_at: float = 0.0
     """When the new generation was told to form."""
 
+    def add_cause(self, cause: str) -> None:
+        """Something else had part in it."""
+        known = self.details.get("cause", "")
+        if cause not in known:
+            self.details["cause"] = f"{known}; {cause}" if known else cause
+
     def data(self, begun: Sequence[Begun]) -> dict[str, Any]:
         """What the event says, once all ranks have begun: the last of them ends the pause.
 

@@ -124,6 +124,7 @@ class Conductor:
         self._stopping: Wish | None = None
         self._seeking_since: float | None = None
         self._resizing = Change()
+        self._recovering: Change | None = None
         self._held: list[dict[str, Any]] = []
 
     @property
@@ -176,7 +177,7 @@ class Conductor:
                     change = self._resizing
                     change.trained_until, change.last_step = self._trained_until, self.step
                 case Lost():
-                    change = self._recovery(ending.cause)
+                    change = self._recovering = self._recovery(ending.cause)
                     self._clear_up(ending)
 
     def _first_change(self) -> Change:
@@ -252,7 +253,8 @@ class Conductor:
                 self._tick()
             self._tell(change, begun)
             self._enter(Phase.RUNNING, None)
-            group.dismiss_leavers()
+            if not self._spec.elastic.replicas:
+                group.dismiss_leavers()
             return None
         finally:
             self._forming = False
@@ -407,7 +409,10 @@ class Conductor:
         ranks = {handle.name: rank for rank, handle in enumerate(group.participants)}
         for handle in [*group.participants]:
             if handle.death is not None:
-                self._lose(handle, rank=ranks[handle.name], cause=handle.death)
+                rank = ranks[handle.name]
+                self._lose(handle, rank=rank, cause=handle.death)
+                if self._recovering:
+                    self._recovering.add_cause(f"rank {rank} ({handle.name}): {handle.death}")
                 group.retire([handle])
         if len(group.participants) >= self._bounds.least:
             self._drop_the_unfit()  # the job does not depend on them
@@ -462,7 +467,7 @@ class Conductor:
         self._write(self._ledger.rebuild(step, samples=rank_0.samples if rank_0 else 0))
         self._ledger.begin([handle.name for handle in self._group.members])
         self._goodput.resume(step)
-        self.step = step
+        self.step, self._recovering = step, None
         order = self._orders.resize
         if order and order.workers == self.world_size:
             self._orders.close_resize(order, workers=order.workers)
@@ -495,6 +500,9 @@ class Conductor:
         self._write(reports)
 
     def _write(self, reports: list[dict[str, Any]]) -> None:
+        if reports and reports[-1]["generation"] == self.generation:
+            # The first step is done, and with it what the new members took over has replicas of its own.
+            self._group.dismiss_leavers()
         for report in reports:
             self.step = report["step"]
             self._trained_until = max(self._trained_until, report["time"])

@@ -261,7 +261,6 @@ class Worker:
             beginning = ready.beginner.begin(assignment, groups, self._held)
             engine = beginning.engine
             if engine is None:
-                self._held = []
                 return Outcome(step=part.step, left=True)
             self._keep_source(beginning)
             self._let_go(engine)

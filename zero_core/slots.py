@@ -162,7 +162,7 @@ class Region:
         self.arrived = [True, True, True]
         """Whether each slot, and the frozen part, is all there: not while a message is filling it."""
         self.edits: int | None = 0
-        """Of an owner's region: after so many edits a slot fits the frozen units there are; None: none does."""
+        """Of an owner's region: after so many edits a slot fits its frozen units; None: none does."""
         self._replica = replica
         self._shapes = {name: tuple(buffers[name].shape) for name in arrangement.buffers}
         self._own = own

@@ -44,6 +44,13 @@ def test_the_pause_is_from_the_last_step_to_the_moment_the_last_rank_goes_on() -
     assert data["replica_ranks"] == [2]
 
 
+def test_all_that_had_part_in_a_loss_is_named_once() -> None:
+    change = Change(event="recovery", details={"cause": "rank 1 (w1): killed"})
+    change.add_cause("rank 1 (w1): killed")
+    change.add_cause("rank 2 (w2): killed")
+    assert change.details["cause"] == "rank 1 (w1): killed; rank 2 (w2): killed"
+
+
 def test_clocks_that_disagree_make_no_negative_times() -> None:
     change = Change(asked_at=101.0, trained_until=100.0, last_step=3, met_at=99.0)
     data = change.data([_begun(99.5)])
