@@ -469,8 +469,7 @@ def test_the_newest_wanted_number_counts(job: Job) -> None:
     job.command("resize", workers=1)
     job.wait(lambda job: job.phases()[-1] == "resizing" or len(job.events("resize")) > 1, "a resize")
     job.command("resize", workers=2)
-    job.wait_step(1, world_size=2)
-    assert [e["data"]["new_workers"] for e in job.events("resize")][-1] == 2
+    job.wait(lambda job: job.events("resize")[-1]["data"]["new_workers"] == 2, "the newest number")
     last = job.status()
     assert (last["wanted"], last["world_size"]) == (2, 2)
     done = [(r["step"], r["rank"]) for r in job.reports()]
