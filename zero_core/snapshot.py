@@ -117,9 +117,13 @@ def held_states(
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the state, by name."""
-    kept = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+    """The buffers that belong to the state, by name; one that has several names goes by the first."""
+    transient = {
+        f"{path}.{key}" if path else key
+        for path, owner in module.named_modules()
+        for key in owner._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in module.named_buffers() if name not in transient}
 
 
 def form_of(module: nn.Module, layout: Layout, config: ZeroConfig) -> Form:
