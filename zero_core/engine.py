@@ -154,7 +154,10 @@ class ZeroEngine:
             world_size=self.world_size,
         )
         check_alike(self.collectives, config, self.layout)
-        self.collectives.reserve(budget.exchange_bytes(self.layout, config, self.rank))
+        size = budget.exchange_bytes(self.layout, config, self.rank)
+        if self.collectives.shares_memory:  # optimizer states lie there as well
+            size += budget.aligned(budget.optimizer_arena_bytes(self.layout, config, self.rank))
+        self.collectives.reserve(size)
         self.collectives.unit_names = [unit.unit.name for unit in self.units]
         # Gradients are read by other ranks, gathered parameters are not.
         self._pools = BufferPool(self.collectives.allocate), BufferPool(self._private)

@@ -49,7 +49,7 @@ def gradient_buffers(layout: Layout, config: ZeroConfig) -> Buffers:
     if layout.world_size == 1:
         count = 1
     elif config.transport == "network":
-        # What has been sent is free; one more is for a unit that a branch has left out, reduced out of its turn.
+        # What has been sent is free; one is for a unit that a branch leaves out, reduced out of its turn.
         count = 2 + config.overlap
     else:
         count = 1 + (LENT_DEPTH if config.overlap else 1)  # `reduction` says why these are enough

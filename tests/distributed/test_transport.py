@@ -44,10 +44,12 @@ def trained(settings: dict[str, Any], micro_batches: int) -> tuple[Any, ...]:
         steps.append((report.loss, report.grad_norm))
     memory, budget = engine.memory(), engine.budget
     assert memory.communication_buffers == budget.communication_buffers
-    # All that was reserved was needed, and no more.
-    assert [pool.most_lent_bytes for pool in engine._pools] == [
-        pool.allocated_bytes for pool in engine._pools
-    ]
+    # All that was reserved was needed, and no more; but what is there for a unit that a branch leaves out.
+    gradients, parameters = engine._pools
+    spare = 1 if config.transport == "network" and config.stage >= 2 else 0
+    largest = max(engine.layout.capacities()) * engine.units[0].dtype.itemsize
+    assert gradients.allocated_bytes - gradients.most_lent_bytes <= spare * largest
+    assert parameters.most_lent_bytes == parameters.allocated_bytes
     with engine.full_parameters():
         found = [p.detach().float().flatten().tolist() for p in engine.module.parameters()]
     engine.detach()
@@ -211,20 +213,24 @@ def test_a_killed_rank_ends_the_wait_of_others() -> None:
 
 
 def in_one_block(rank: int, world: int, stage: int, transport: str) -> list[int]:
-    """How far apart the first and the last byte lie of what is reduced and gathered, and the prediction."""
-    from zero_core.budget import exchange_bytes
+    """How far apart the first and the last byte lie of what other ranks may read, and the prediction."""
+    from zero_core.budget import aligned, exchange_bytes, optimizer_arena_bytes
 
     engine = ZeroEngine(build(), ZeroConfig(stage=stage, transport=transport, tile=64))
     parts = [t for u in engine.units for t in (u.full, u.shard) if t is not None]
     parts += [g.kept for g in engine._reducer.gradients if g.kept is not None]
     buffers = [b for free in engine._pools[0]._free.values() for b in free]
+    predicted = exchange_bytes(engine.layout, engine.config, rank)
+    if transport == "auto" and world > 1:  # a later group on this host may read the optimizer's states
+        buffers.append(engine._states_arena._block)
+        predicted += aligned(optimizer_arena_bytes(engine.layout, engine.config, rank))
     spans = [
         (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in parts + buffers if t.numel()
     ]
     spans.sort()
     for (_, end), (begin, _) in itertools.pairwise(spans):
         assert 0 <= begin - end < 64, "one behind the other, aligned"
-    return [spans[-1][1] - spans[0][0], exchange_bytes(engine.layout, engine.config, rank)]
+    return [spans[-1][1] - spans[0][0], predicted]
 
 
 @pytest.mark.parametrize("transport", ["auto", "network"])
