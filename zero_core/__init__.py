@@ -9,7 +9,7 @@ from typing import Any
 
 _HOME = {
     "ZeroEngine": "zero_core.engine",
-    "StepReport": "zero_core.engine",
+    "StepReport": "zero_core.report",
     "ZeroConfig": "zero_core.config",
     "AdamWConfig": "zero_core.config",
     "AdamConfig": "zero_core.config",

@@ -16,17 +16,27 @@ from zero_core.errors import ArenaError
 
 
 class Arena:
-    """`total_bytes` on `device`, or in page-locked host memory if `pinned`.
+    """`total_bytes` on `device`, in page-locked host memory if `pinned`, or in a given block, [bytes] uint8.
 
     Every piece begins at a multiple of 64 bytes, as memory from torch's own allocator does: kernels that
     round differently for other alignments see none.
     """
 
-    def __init__(self, total_bytes: int, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        total_bytes: int,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        block: torch.Tensor | None = None,
+    ) -> None:
         if total_bytes < 0:
             raise ArenaError(f"an arena of {total_bytes} bytes: the size must not be negative")
         place = torch.device("cpu") if pinned else device
-        self._block = torch.empty(aligned(total_bytes), dtype=torch.uint8, device=place, pin_memory=pinned)
+        if block is None:
+            block = torch.empty(aligned(total_bytes), dtype=torch.uint8, device=place, pin_memory=pinned)
+        assert block.numel() == aligned(total_bytes), "a given block is exactly of that size"
+        self._block = block
         assert self._block.data_ptr() % ALIGNMENT_BYTES == 0, "torch's allocators align to 64 bytes"
         self._end = 0
         self._padding = 0

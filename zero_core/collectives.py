@@ -30,7 +30,7 @@ from zero_core.links import (
     connect,
     wait_for,
 )
-from zero_core.sharing import SharedArena
+from zero_core.sharing import SharedArena, SharedMemory
 from zero_core.summation import RUN, GradientSum
 
 # torch 2.13 renamed these; the old names are deprecated there, the new ones absent before.
@@ -153,14 +153,25 @@ class Collectives:
             return self._arena.allocate(size, torch.uint8)
         return torch.zeros(size, dtype=torch.uint8)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether what is allocated lies where other ranks can read it."""
+        return self._arena is not None
+
     def is_near(self, peer: int) -> bool:
         """Whether that rank's memory can be read."""
         return peer in self._near
 
-    def memory_of(self, peer: int, tag: int, size: int) -> torch.Tensor:
+    def memory_of(self, peer: int, tag: int, size: int) -> tuple[torch.Tensor, SharedMemory]:
         """[size] uint8: what a rank on this host has published under `tag`; it outlives that rank."""
         link = self._near[peer]
-        return link.memory.tensor(link.published[tag], size, torch.uint8)
+        where = link.published[tag]
+        found = link.memory.tensor(where, size, torch.uint8)
+        return found, link.memory.handle(where, found)
+
+    def shared_memory(self) -> SharedMemory | None:
+        """The memory of this rank's that others on this host can read, if there is such."""
+        return None if self._arena is None else self._arena.handle()
 
     def publish(self, parts: Mapping[int, torch.Tensor]) -> None:
         """Tell the ranks on this host where what they read of this rank lies, by unit. Collective."""
@@ -339,6 +350,7 @@ class Collectives:
             link.abort()
             link.close()
         self._near.clear()
+        self._far.clear()
         if self._arena is not None:
             self._arena.close()
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from zero_core.optimizer import FlatOptimizer
 from zero_core.partition import bytes_of, device_of, partition
 from zero_core.precision import StepGate
 from zero_core.reduction import Reducer
+from zero_core.report import StepReport
 from zero_core.residency import gathered_buffers, gradient_buffers, kept_gathered
 from zero_core.saving import SavingHooks
 from zero_core.schedule import rates
@@ -56,40 +57,7 @@ from zero_core.summation import EXPANSION, collect, exact_square_sum, expand
 from zero_core.trees import map_tensors
 from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
 
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step did.
-
-    step        finished steps, so 1 after the first; skipped ones are counted
-    loss        mean over the step's M micro-batches on all ranks; the same bits everywhere
-    grad_norm   2-norm of the mean gradient before clipping, without the loss scale; not finite where the
-                gradients overflowed
-    clip_coefficient  what gradients were multiplied by
-    lr          the learning rate of each group in this step, by name
-    skipped     whether fp16 gradients (or the loss) were not finite, so that nothing was updated
-    skipped_steps  how many steps were skipped so far, this one included
-    loss_scale  that this step's losses were multiplied by; 1 but in fp16
-    ballot      sums over ranks of the numbers passed to `step`
-    bytes_sent  by this rank since the last step: reduce, gather, gather_backward, control;
-                access where parameters were read or written whole
-    bytes_by_transport  the same bytes by the way they went: shared (memory of this host), network
-    seconds     of this rank: forward and backward (without the collectives inside them), reduce, gather,
-                control (the step's own small collective: mostly waiting for others), optimizer, idle
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    clip_coefficient: float
-    lr: dict[str, float]
-    skipped: bool
-    skipped_steps: int
-    loss_scale: float
-    ballot: tuple[float, ...]
-    bytes_sent: dict[str, int] = field(default_factory=dict)
-    bytes_by_transport: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+__all__ = ["StepReport", "ZeroEngine"]
 
 
 class ZeroEngine:
@@ -162,6 +130,7 @@ class ZeroEngine:
         self._trace: list[tuple[FlatUnit, str]] = []
         self._trace_ended = True
         self._evaluating = False
+        self._detached = False
         self.interrupted_report: StepReport | None = None
         """Of a step whose update this rank has carried out, where `step` failed after that: it counts if a
         snapshot of it is taken over."""
@@ -200,7 +169,10 @@ class ZeroEngine:
             keep=kept_gathered(self.layout, config),
             prefetch=config.prefetch_units > 0,
         )
-        self._states_arena = Arena(budget.optimizer_arena_bytes(self.layout, config, self.rank), self.device)
+        size = budget.optimizer_arena_bytes(self.layout, config, self.rank)
+        # Where a later group can read it, if it is on this host.
+        block = self.collectives.allocate_host(size) if self.collectives.shares_memory else None
+        self._states_arena = Arena(size, self.device, block=block)
         states = partition(
             self.module, self.units, self.collectives, config, initialise, self._states_arena, blank=blank
         )
@@ -414,14 +386,20 @@ class ZeroEngine:
     def detach(self) -> None:
         """Leave the group and take the hooks off the model, which is an ordinary module again.
 
-        At stage 3 its parameters hold no values then: take a state dict before. An engine that is dropped
-        without this is never freed: its hooks hold it.
+        At stage 3 its parameters hold no values then: take a state dict before. The engine is of no use any
+        more, and its memory goes with it. One that is dropped without this is never freed: its hooks hold it.
         """
+        if self._detached:
+            return
+        self._detached = True
         self._gatherer.remove_hooks()
         self._reducer.remove_hooks()
         self._recomputation.remove()
         self._live.end()
         self.collectives.close()
+        # They and the engine hold each other: without them nobody has to wait for the garbage collector.
+        del self._gatherer, self._reducer, self._recomputation, self._hooks
+        del self._freezing, self._access, self._pools
 
     def abort(self) -> None:
         """From any thread: a rank that waits for another on this host fails now, with PeerLostError."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class Ledger:
     """Bytes sent and seconds spent since the last `take`.
 
-    sent       bytes by kind: reduce, gather, gather_backward, control
+    sent       bytes by kind: reduce, gather, gather_backward, control, replica
     transport  the same bytes by the way they went: shared (read by a rank on this host), network
     seconds    by phase
     """

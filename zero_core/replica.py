@@ -98,6 +98,7 @@ class Replicas:
         }
         arrangement = arrange(form, config, collectives.rank, self._alike)
         self.memory = collectives.allocate_host(arrangement.bytes)
+        self._shared = collectives.shared_memory()
         self._own = Region(
             form,
             collectives.rank,
@@ -106,6 +107,7 @@ class Replicas:
             replica=False,
             buffers=self._alike,
             own=self._frozen,
+            shared=self._shared,
         )
         self._copies = self._runs()
         self._kept: dict[int, Region] = {}
@@ -132,12 +134,19 @@ class Replicas:
         for rank in self._kept_ranks if self._form.stage else ():
             arrangement = arrange(self._form, self._config, rank, self._alike)
             if self._collectives.is_near(rank):
-                memory = self._collectives.memory_of(rank, REGION, arrangement.bytes)
+                memory, shared = self._collectives.memory_of(rank, REGION, arrangement.bytes)
             else:
-                memory = torch.zeros(arrangement.bytes, dtype=torch.uint8)
+                memory, shared = torch.zeros(arrangement.bytes, dtype=torch.uint8), None
                 self._kept_bytes += arrangement.bytes
             self._kept[rank] = Region(
-                self._form, rank, arrangement, memory, replica=True, buffers=self._alike, own={}
+                self._form,
+                rank,
+                arrangement,
+                memory,
+                replica=True,
+                buffers=self._alike,
+                own={},
+                shared=shared,
             )
 
     def due(self, step: int) -> bool:
@@ -243,7 +252,11 @@ class Replicas:
 
     def _copy(self, number: int, slot: Slot) -> None:
         run, at = self._copies[number]
-        slot.memory[at : at + run.numel()].copy_(run)
+        target = slot.memory[at : at + run.numel()]
+        if self._shared is not None:
+            self._shared.fill(target, run)
+        else:
+            target.copy_(run)
 
     def _post(self, turn: int, *, frozen: bool) -> None:
         """Send to the keeper and receive from those this rank keeps, where they are on other hosts."""

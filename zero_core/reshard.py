@@ -1,13 +1,15 @@
 """A new group of ranks takes the state of training over from what its members hold of an old one.
 
 Owns the handover itself: participants tell each other what they hold, all compute the same plan, and the
-ranges that a rank lacks go point to point, straight from the old place to the final one. A wanted resize and
+ranges that a rank lacks go straight from the old place to the final one: read where they lie by a process of
+the same host, sent point to point to one of another. A wanted resize and
 the recovery from a loss are the same thing here; what differs is who still holds what. Which state is taken,
 and what moves, is decided in `moving`; this module knows nothing of why the group changed.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,8 +18,10 @@ import torch.distributed as dist
 
 from zero_core.engine import ZeroEngine
 from zero_core.errors import PeerLostError, ReshardError, UsageError
-from zero_core.links import wait_for
-from zero_core.moving import Form, Meta, Plan, Transfer, plan
+from zero_core.handing import DescriptorServer, fetch
+from zero_core.links import host_identity, wait_for
+from zero_core.moving import Form, Key, Meta, Plan, Transfer, holds, plan
+from zero_core.sharing import PeerMemory, SharedMemory
 from zero_core.snapshot import Snapshot, form_of
 
 __all__ = ["Resharded", "plan", "take_over"]
@@ -51,11 +55,21 @@ class Resharded:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a participant says of itself; `form` is None if it leaves."""
+    """What a participant says of itself.
+
+    form    what its new engine's states look like; None if it leaves
+    host    the same for participants that can read each other's memory
+    server  name and token of who gives the descriptors of its memory away
+    places  of each snapshot, for what lies in shared memory: the number of the descriptor, and the byte at
+            which the held range begins
+    """
 
     form: Form | None
     timeout_s: float
     metas: tuple[Meta, ...]
+    host: str
+    server: tuple[str, bytes] | None
+    places: tuple[dict[Key, tuple[int, int]], ...]
 
 
 def take_over(
@@ -81,14 +95,22 @@ def take_over(
             f"rank {engine.rank} of the new group is number {me} of those who take part: they differ"
         )
     held = [snapshot.current() for snapshot in held]
-    table = _tell(_Told(*_about(engine), tuple(snapshot.meta for snapshot in held)), group)
-    new = _new_form(table)
-    chosen = plan([told.metas for told in table], new, floor_step=floor_step)
-    agreed = time.perf_counter()
-    move = _Move(engine, held, new, chosen, group, timeout_s=table[0].timeout_s)
-    failure = move.carry_out()
-    moved = time.perf_counter()
-    _finish(failure, group)
+    descriptors, places = _places_of(held)
+    with ExitStack() as stack:
+        server = DescriptorServer(descriptors) if descriptors else None
+        if server is not None:
+            stack.callback(server.close)
+        address = None if server is None else (server.name, server.token)
+        metas = tuple(snapshot.meta for snapshot in held)
+        table = _tell(_Told(*_about(engine), metas, host_identity(), address, places), group)
+        new = _new_form(table)
+        chosen = plan([told.metas for told in table], new, floor_step=floor_step)
+        agreed = time.perf_counter()
+        move = _Move(engine, held, new, chosen, group, table)
+        stack.callback(move.close)
+        failure = move.carry_out()
+        moved = time.perf_counter()
+        _finish(failure, group)
     if engine is not None:
         move.take_buffers()
         if new.stage in (1, 2) and not chosen.whole:
@@ -115,18 +137,20 @@ class _Move:
         form: Form,
         chosen: Plan,
         group: dist.ProcessGroup,
-        *,
-        timeout_s: float,
+        table: Sequence[_Told],
     ) -> None:
+        self._table = table
         self._engine = engine
         self._held = held
         self._form = form
         self._plan = chosen
         self._group = group
-        self._timeout_s = timeout_s
+        self._timeout_s = table[0].timeout_s
         self._me = dist.get_rank(group)
         self._places = None if engine is None else engine.begin_filling()
+        self._memory = None if engine is None else engine.collectives.shared_memory()
         self._buffers: dict[str, torch.Tensor] = {}
+        self._mapped: dict[int, list[PeerMemory]] = {}
         self.bytes_received = 0
 
     def carry_out(self) -> Exception | None:
@@ -135,8 +159,14 @@ class _Move:
             messages = [*self._ranges(), *self._buffer_messages()]
             works: list[dist.Work | None] = list(dist.batch_isend_irecv(messages)) if messages else []
             for transfer in self._plan.transfers:
-                if transfer.source == transfer.target == self._me:
-                    self._target(transfer).copy_(self._source(transfer))
+                if transfer.target != self._me:
+                    continue
+                if transfer.source == self._me:
+                    self._copy(transfer, self._source(transfer))
+                elif self._is_near(transfer):
+                    source = self._read(transfer)
+                    self.bytes_received += source.numel() * source.element_size()
+                    self._copy(transfer, source)
             wait_for(works, timeout_s=self._timeout_s)
             if self._engine is not None:
                 self._engine.filled(
@@ -161,7 +191,7 @@ class _Move:
     def _ranges(self) -> Iterator[dist.P2POp]:
         """All messages of this rank; the number of a transfer in the plan tells one from the other."""
         for number, transfer in enumerate(self._plan.transfers):
-            if self._me not in (transfer.source, transfer.target) or transfer.source == transfer.target:
+            if self._me not in (transfer.source, transfer.target) or self._is_near(transfer):
                 continue
             if transfer.target == self._me:
                 yield self._receive(self._target(transfer), transfer.source, number)
@@ -188,6 +218,42 @@ class _Move:
             for index, name in enumerate(names):
                 yield self._receive(_bytes_of(self._buffers[name]), source, first + index)
 
+    def close(self) -> None:
+        """Let go of other processes' memory."""
+        for memories in self._mapped.values():
+            for memory in memories:
+                memory.close()
+        self._mapped.clear()
+
+    def _is_near(self, transfer: Transfer) -> bool:
+        """Whether the target reads the range where it lies: its own, or another process's of its host."""
+        if transfer.source == transfer.target:
+            return True
+        source, target = self._table[transfer.source], self._table[transfer.target]
+        return source.host == target.host and (transfer.unit, transfer.kind) in source.places[transfer.held]
+
+    def _read(self, transfer: Transfer) -> torch.Tensor:
+        """The range in the memory of a source on this host."""
+        told = self._table[transfer.source]
+        if transfer.source not in self._mapped:
+            assert told.server is not None
+            descriptors = fetch(*told.server)
+            self._mapped[transfer.source] = [PeerMemory(descriptor) for descriptor in descriptors]
+        number, offset = told.places[transfer.held][transfer.unit, transfer.kind]
+        first, _ = holds(told.metas[transfer.held])[transfer.unit, transfer.kind]
+        dtype = self._target(transfer).dtype
+        memory = self._mapped[transfer.source][number]
+        return memory.tensor(
+            offset + (transfer.start - first) * dtype.itemsize, transfer.stop - transfer.start, dtype
+        )
+
+    def _copy(self, transfer: Transfer, source: torch.Tensor) -> None:
+        """Bring a range to its place: memory that nobody has touched yet."""
+        if self._memory is None:
+            self._target(transfer).copy_(source)
+        else:
+            self._memory.fill(self._target(transfer), source)
+
     def _source(self, transfer: Transfer) -> torch.Tensor:
         snapshot = self._held[transfer.held]
         return snapshot.place(transfer.unit, transfer.kind, transfer.start, transfer.stop)
@@ -209,6 +275,24 @@ class _Move:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """[bytes] uint8: a buffer of any shape and dtype as it travels; a view where it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _places_of(held: Sequence[Snapshot]) -> tuple[list[int], tuple[dict[Key, tuple[int, int]], ...]]:
+    """The descriptors of the memory that snapshots lie in, and where in it what they hold begins."""
+    memories: list[SharedMemory] = []
+    places: list[dict[Key, tuple[int, int]]] = []
+    for snapshot in held:
+        found: dict[Key, tuple[int, int]] = {}
+        if snapshot.memory is not None and snapshot.step >= 0:
+            if snapshot.memory not in memories:
+                memories.append(snapshot.memory)
+            number = memories.index(snapshot.memory)
+            for (unit, kind), (start, stop) in holds(snapshot.meta).items():
+                offset = snapshot.memory.offset(snapshot.place(unit, kind, start, stop))
+                if offset is not None:
+                    found[unit, kind] = number, offset
+        places.append(found)
+    return [memory.descriptor for memory in memories], tuple(places)
 
 
 def _about(engine: ZeroEngine | None) -> tuple[Form | None, float]:

@@ -5,8 +5,10 @@ and no limit of a file system applies. Pages exist from the first touch on. What
 be read, is the business of `links` and `collectives`.
 """
 
+import contextlib
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +18,66 @@ from zero_core.budget import aligned
 _EXTENT_BYTES = 256 << 20
 """The file grows by at least so much; untouched pages take no memory."""
 
+_LEAST_WRITE_BYTES = 1 << 16
+"""Less is copied through the mapping."""
+
+_WRITE_BYTES = 64 << 20
+"""Most that is written by one call: there, it cannot be interrupted."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Extent:
-    """A mapped stretch of the file: `bytes` from `offset` in the file, at `address` in this process."""
+class _Stretch:
+    """`bytes` from `offset` in a file, mapped at `address` in this process."""
 
-    memory: mmap.mmap
     offset: int
     bytes: int
     address: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent(_Stretch):
+    """A stretch of this rank's own file."""
+
+    memory: mmap.mmap
+
+
+class SharedMemory:
+    """Memory in a file without a name, as seen by this process: keeps the file for as long as it is there.
+
+    descriptor  a copy of the file's, closed with this object
+    """
+
+    def __init__(self, descriptor: int, stretches: Sequence[_Stretch]) -> None:
+        self.descriptor = os.dup(descriptor)
+        self._stretches = [_Stretch(s.offset, s.bytes, s.address) for s in stretches]
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self.descriptor)
+
+    def offset(self, tensor: torch.Tensor) -> int | None:
+        """Where in the file a contiguous tensor begins; None if it does not lie in it."""
+        address = tensor.data_ptr()
+        for stretch in self._stretches:
+            if stretch.address <= address < stretch.address + stretch.bytes:
+                return address - stretch.address + stretch.offset
+        return None
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source` to `target`, both contiguous and of one dtype, wherever either of them lies.
+
+        Pages of this memory that nobody has touched are filled without being cleared first, which takes half
+        the time of a copy through the mapping.
+        """
+        size = target.numel() * target.element_size()
+        offset = self.offset(target) if size >= _LEAST_WRITE_BYTES else None
+        if offset is None or source.device.type != "cpu":
+            target.copy_(source)
+            return
+        view = source.detach().view(torch.uint8).numpy().data
+        written = 0
+        while written < len(view):
+            written += os.pwrite(self.descriptor, view[written : written + _WRITE_BYTES], offset + written)
 
 
 class SharedArena:
@@ -60,6 +113,10 @@ class SharedArena:
                 return address - extent.address + extent.offset
         raise AssertionError("only tensors of this arena can be read by others")
 
+    def handle(self) -> SharedMemory:
+        """What has been allocated so far, to be kept beyond `close`, or given to others."""
+        return SharedMemory(self.descriptor, self._extents)
+
     def close(self) -> None:
         """Take no more part; the memory goes with the last tensor that lies in it."""
         if self.descriptor >= 0:
@@ -73,7 +130,7 @@ class SharedArena:
         os.ftruncate(self.descriptor, begin + length)
         memory = mmap.mmap(self.descriptor, length, offset=begin)
         address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        self._extents.append(_Extent(memory, begin, length, address))
+        self._extents.append(_Extent(begin, length, address, memory))
         self._used = 0
 
 
@@ -92,6 +149,11 @@ class PeerMemory:
             # It has grown. Mapped writable, because torch warns of memory that is not.
             self._memory = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+
+    def handle(self, offset: int, tensor: torch.Tensor) -> SharedMemory:
+        """Of a tensor at `offset`, to be kept beyond `close`."""
+        size = tensor.numel() * tensor.element_size()
+        return SharedMemory(self._descriptor, [_Stretch(offset, size, tensor.data_ptr())])
 
     def close(self) -> None:
         if self._descriptor >= 0:

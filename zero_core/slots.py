@@ -16,6 +16,7 @@ from zero_core import budget
 from zero_core.budget import SLOT_HEADER_BYTES, aligned
 from zero_core.config import ZeroConfig
 from zero_core.moving import MODEL, Form, Key, Meta, StateId
+from zero_core.sharing import SharedMemory
 from zero_core.snapshot import Snapshot, Standing
 from zero_core.units import held_dtype
 
@@ -140,6 +141,7 @@ class Region:
     replica  whether the rank is another than the one that holds this object
     buffers  like the rank's own, for their shapes
     own      of an owner's region: its frozen units, which need no copy to be offered by itself
+    shared   the shared memory that it lies in, if it does
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Region:
         replica: bool,
         buffers: Mapping[str, torch.Tensor],
         own: Mapping[Key, tuple[int, torch.Tensor]],
+        shared: SharedMemory | None,
     ) -> None:
         self._form = form
         self._rank = rank
@@ -162,10 +165,11 @@ class Region:
         self.arrived = [True, True, True]
         """Whether each slot, and the frozen part, is all there: not while a message is filling it."""
         self.edits: int | None = 0
-        """Of an owner's region: after so many edits a slot fits its frozen units; None: none does."""
+        """Of an owner's region: the count of edits whose slots fit what is frozen now; None: none does."""
         self._replica = replica
         self._shapes = {name: tuple(buffers[name].shape) for name in arrangement.buffers}
         self._own = own
+        self._shared = shared
 
     def parts(self, slot: int, *, frozen: bool) -> list[tuple[int, torch.Tensor]]:
         """What one replication writes, by number."""
@@ -195,7 +199,8 @@ class Region:
             for key, place in arrangement.frozen.items():
                 pieces[key] = starts[key], place.within(self.frozen.memory)
         meta = Meta(self._form, at.state, self._rank, False, self._replica, at.updates, at.gate)
-        return Snapshot(meta, pieces, None, self.buffers(number), partial(self.snapshot, number))
+        again = partial(self.snapshot, number)
+        return Snapshot(meta, pieces, None, self.buffers(number), self._shared, again)
 
     def buffers(self, number: int) -> dict[str, torch.Tensor]:
         memory = self.slots[number].memory

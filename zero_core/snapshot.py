@@ -16,6 +16,7 @@ from zero_core.config import ZeroConfig
 from zero_core.layout import Layout
 from zero_core.moving import MODEL, WHOLE, Form, Key, Meta, StateId
 from zero_core.optimizer import UnitStates
+from zero_core.sharing import SharedMemory
 from zero_core.units import FlatUnit
 
 
@@ -51,6 +52,7 @@ class Snapshot:
     pieces   by unit and kind: the first element, and [held] flat from there on; fp32 for masters and moments
     full     by trainable unit: [numel] or longer, compute dtype, where the whole parameters are of this state
     buffers  the persistent buffers by name
+    memory   the shared memory that its tensors lie in, as far as they do; kept as long as the snapshot
     again    looks again, where another rank may have written since; a copy being written is of step -1
     """
 
@@ -58,6 +60,7 @@ class Snapshot:
     pieces: Mapping[Key, tuple[int, torch.Tensor]]
     full: Mapping[int, torch.Tensor] | None
     buffers: Mapping[str, torch.Tensor]
+    memory: SharedMemory | None = None
     again: "Callable[[], Snapshot] | None" = None
 
     def current(self) -> "Snapshot":
@@ -141,6 +144,7 @@ def take(
     states: Sequence[UnitStates],
     units: Sequence[FlatUnit],
     buffers: Mapping[str, torch.Tensor],
+    memory: SharedMemory | None,
 ) -> Snapshot:
     """The live state of a rank; nothing is copied."""
     whole = standing.whole and form.stage in (1, 2)
@@ -152,4 +156,5 @@ def take(
         },
         full={u.index: u.full for u in units if u.unit.trainable and u.full is not None} if whole else None,
         buffers=buffers,
+        memory=memory,
     )

@@ -49,6 +49,7 @@ class LiveState:
         self.form = form_of(module, layout, config)
         self._module = module
         self._rank = collectives.rank
+        self._collectives = collectives
         self._units = units
         self._optimizer = optimizer
         self._gate = gate
@@ -211,4 +212,5 @@ class LiveState:
             states=self._optimizer.states,
             units=self._units,
             buffers=persistent_buffers(self._module),
+            memory=self._collectives.shared_memory(),
         )
