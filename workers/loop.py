@@ -229,11 +229,12 @@ class TrainingLoop:
             )
 
     def _tell(self, report: StepReport, samples: list[int], step_s: float) -> None:
+        ended = self._wall()  # before the process is measured, which takes milliseconds
         memory, resident = self._measure()
         self._sink(
             {
                 "type": "report",
-                "time": self._wall(),
+                "time": ended,
                 "generation": self._place.generation,
                 "rank": self._place.rank,
                 "world_size": self._place.world_size,
