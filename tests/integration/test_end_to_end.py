@@ -269,7 +269,7 @@ def test_resized_from_2_to_4_to_3_the_losses_and_the_samples_stay_the_same(
     assert (checkpoint.step, checkpoint.world_size) == (STEPS, 3)
 
 
-def test_a_worker_killed_with_sigkill_is_replaced_and_the_job_goes_on_from_its_checkpoint(
+def test_a_worker_killed_with_sigkill_costs_a_step_at_most_and_the_job_grows_back(
     client: Client, gate: Path, undisturbed: Told
 ) -> None:
     job_id = client.submit(_spec(gate)).id
@@ -280,7 +280,7 @@ def test_a_worker_killed_with_sigkill_is_replaced_and_the_job_goes_on_from_its_c
             victim = next(report.worker for report in told.reports if report.rank == 1)
             killed.append(_pid(client, job_id, victim))
             os.kill(killed[0], signal.SIGKILL)
-        elif told.of("recovery"):
+        elif told.of("resize"):
             gate.touch()
 
     told = _follow(client, job_id, kill)
@@ -289,9 +289,12 @@ def test_a_worker_killed_with_sigkill_is_replaced_and_the_job_goes_on_from_its_c
     (lost,) = told.of("worker_lost")
     assert lost.data["rank"] == 1
     (recovery,) = told.of("recovery")
-    assert (recovery.data["old_workers"], recovery.data["new_workers"]) == (2, 2)
-    assert recovery.data["at_step"] % 5 == 0
-    assert recovery.data["at_step"] >= 5
+    assert (recovery.data["old_workers"], recovery.data["new_workers"]) == (2, 1)
+    assert recovery.data["source"] == "replica"
+    assert recovery.data["steps_repeated"] <= 1
+    (grown,) = told.of("resize")
+    assert (grown.data["cause"], grown.data["new_workers"]) == ("grown back", 2)
+    assert grown.data["steps_lost"] == 0
     assert told.job is not None
     assert told.job.attempt == 1
 
