@@ -1,12 +1,12 @@
 """Optimizers, parameter groups and schedules against torch.optim in one process, at every stage."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.distributed.lives import digest
 from tests.distributed.odd_model import OddModel, batch, build
 from tests.distributed.ranks import RankFailedError, run_ranks
 from zero_core import (
@@ -132,20 +132,6 @@ def trained_by(engine: ZeroEngine, steps: range) -> dict[str, Any]:
         "bytes": (memory.optimizer_states, budget.optimizer_states),
         "states": engine.optimizer.states[0].kinds,
     }
-
-
-def digest(engine: ZeroEngine) -> str:
-    """SHA-256 of all masters and moments, gathered whole."""
-    found = hashlib.sha256()
-    for state in engine.optimizer.states:
-        for kind in state.kinds:
-            flat = torch.zeros(state.unit.padded)
-            flat[state.start : state.stop] = getattr(state, kind)
-            engine.collectives.gather_from_owners(
-                flat, state.unit.chunk, state.unit.numel, kind="test", tag=0
-            )
-            found.update(flat[: state.unit.numel].numpy().tobytes())
-    return found.hexdigest()
 
 
 CELLS = [*((kind, True) for kind in OPTIMIZERS), ("adam", False), ("momentum", False)]
