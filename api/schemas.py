@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the client reads these models without loading the database'
     from service.logs import LogTail
     from service.planner import Plan
     from service.store import JobPage, TimelineEntry
-    from zero_core.manifest import CheckpointInfo
+    from zero_core.checkpoint.manifest import CheckpointInfo
 
 WHO_HEADER = "x-requested-by"
 """Optional request header: a name for the record of who asked. A label, no identity: the token is shared."""

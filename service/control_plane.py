@@ -26,8 +26,8 @@ from service.settings import Settings
 from service.store import EntryType, JobPage, Store, TimelineEntry
 from workers.naming import JobFolder
 from workers.spec import JobSpec
-from zero_core import manifest
-from zero_core.manifest import CheckpointInfo
+from zero_core.checkpoint import manifest
+from zero_core.checkpoint.manifest import CheckpointInfo
 
 MAX_PAGE = 1000
 MAX_WAIT_S = 60.0

@@ -41,7 +41,7 @@ from workers.progress import Vigil
 from workers.protocol import Begun, Wish
 from workers.reports import Phase
 from workers.spec import JobSpec
-from zero_core import manifest
+from zero_core.checkpoint import manifest
 
 GROWN_BACK = "grown back"
 ASKED_FOR = "asked for"

@@ -25,7 +25,8 @@ from workers.order import mix
 from workers.protocol import STOPS, Outcome, Wish
 from workers.reports import MemoryUse
 from workers.spec import GPTModel, JobSpec
-from zero_core import checkpoint, manifest
+from zero_core import checkpoint
+from zero_core.checkpoint import manifest
 from zero_core.config import DEFAULT_GROUP
 from zero_core.engine import StepReport, ZeroEngine
 from zero_core.errors import NonFiniteError

@@ -126,6 +126,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name not in transient}
 
 
+def state_kinds(config: ZeroConfig) -> tuple[str, ...]:
+    """What the optimizer holds of each trainable unit."""
+    return "master", *config.optimizer.moments
+
+
 def form_of(module: nn.Module, layout: Layout, config: ZeroConfig) -> Form:
     """What the states of an engine look like."""
     buffers = persistent_buffers(module)
@@ -133,7 +138,7 @@ def form_of(module: nn.Module, layout: Layout, config: ZeroConfig) -> Form:
         layout=layout,
         stage=config.stage,
         precision=config.precision,
-        kinds=("master", *config.optimizer.moments),
+        kinds=state_kinds(config),
         buffers=tuple(
             (name, buffers[name].numel() * buffers[name].element_size()) for name in sorted(buffers)
         ),

@@ -8,7 +8,9 @@ import torch
 
 from tests.distributed.odd_model import batch, build
 from tests.distributed.ranks import RankFailedError, run_ranks
-from zero_core import AdamWConfig, ZeroConfig, ZeroEngine, checkpoint, manifest
+from zero_core import AdamWConfig, ZeroConfig, ZeroEngine, checkpoint
+from zero_core.checkpoint import manifest
+from zero_core.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 
@@ -84,7 +86,7 @@ def load_damaged(rank: int, world: int, root: Path) -> str:
     info = manifest.latest(root)
     if info is None:
         return "none"
-    with pytest.raises(checkpoint.CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         checkpoint.load(engine, info.path)
     return str(caught.value)
 

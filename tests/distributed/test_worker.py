@@ -18,7 +18,7 @@ from workers.naming import JobFolder
 from workers.protocol import Activity, Assignment, Fault, Outcome, Poll, Readiness, Source, Wish
 from workers.spec import JobSpec
 from workers.worker import Worker
-from zero_core import manifest
+from zero_core.checkpoint import manifest
 from zero_core.errors import FencedError
 
 pytestmark = pytest.mark.distributed

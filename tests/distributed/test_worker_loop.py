@@ -27,7 +27,7 @@ from workers.protocol import Fault, Outcome, Wish
 from workers.rendezvous import Rendezvous
 from workers.reports import MemoryUse, RankReport
 from workers.spec import JobSpec
-from zero_core import manifest
+from zero_core.checkpoint import manifest
 
 pytestmark = pytest.mark.distributed
 

@@ -20,7 +20,7 @@ from workers.conductor import Limits
 from workers.controller import JobController
 from workers.data import open_batches
 from workers.spec import JobSpec
-from zero_core import manifest
+from zero_core.checkpoint import manifest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -26,7 +26,7 @@ from tests.multihost.cluster import PATIENCE_S, until
 from workers.data import open_batches
 from workers.naming import JobFolder, controller_name
 from workers.spec import JobSpec
-from zero_core import manifest
+from zero_core.checkpoint import manifest
 
 
 class Place(Protocol):

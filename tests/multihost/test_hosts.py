@@ -16,7 +16,7 @@ import torch
 from tests.multihost.cluster import HEAD_MEMORY_BYTES, Cluster, Node, until
 from tests.multihost.conftest import CPUS, STEPS, spec_of
 from tests.multihost.served import Job, Service, assert_nothing_left
-from zero_core import manifest
+from zero_core.checkpoint import manifest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_core import manifest
+from zero_core.checkpoint import manifest
 from zero_core.errors import CheckpointError, FencedError
 from zero_core.layout import ParameterSpec, build_layout
 
