@@ -128,6 +128,8 @@ class Conductor:
         self._trained_until = history.time
         self._workers_before = history.workers
         self._latest = manifest.latest(checkpoints)
+        self._begun_at = self.step
+        """Step from which the generation under way, or the last one, began."""
         self._ledger = Ledger(spec)
         self._failing_since: float | None = None
         self._forming = False
@@ -358,6 +360,8 @@ class Conductor:
     def _grow_back(self) -> None:
         """Do the next thing towards the number of workers that was lost, if any was."""
         self._drop_the_unfit()
+        if self.step == self._begun_at:
+            return  # what a new worker's start takes would be taken from the step that makes up for the loss
         decision = policies.grow_back(
             current=self.world_size,
             wanted=self._orders.wanted if self._spec.elastic.grow_back else self.world_size,
@@ -535,7 +539,7 @@ class Conductor:
         self._write(self._ledger.rebuild(step, samples=rank_0.samples if rank_0 else 0))
         self._ledger.begin([handle.name for handle in self._group.members])
         self._goodput.resume(step)
-        self.step, self._recovering = step, None
+        self.step, self._begun_at, self._recovering = step, step, None
         order = self._orders.resize
         if order and order.workers == self.world_size:
             self._orders.close_resize(order, workers=order.workers)
@@ -577,8 +581,8 @@ class Conductor:
         self._write(reports)
 
     def _write(self, reports: list[dict[str, Any]]) -> None:
-        if reports and reports[-1]["generation"] == self.generation:
-            # The first step is done, and with it what the new members took over has replicas of its own.
+        if any(r["generation"] == self.generation and r["step"] > self._begun_at + 1 for r in reports[-1:]):
+            # All have voted on a second step: what the new members took over has replicas of its own.
             self._group.dismiss_leavers()
         for report in reports:
             self.step = report["step"]

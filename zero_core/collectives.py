@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zero_core.arena import Arena
 from zero_core.config import DivergenceCheck, Transport
-from zero_core.errors import ConfigError
+from zero_core.errors import ConfigError, PeerLostError
 from zero_core.ledger import Ledger
 from zero_core.links import (
     Agreement,
@@ -105,6 +105,7 @@ class Collectives:
         self._check: DivergenceCheck = "off" if self.on_gpu else divergence_check
         self._timeout_s = timeout_s
         self._told = self._finished = 0
+        self._aborted = False
         self._arena: SharedArena | None = None
         self._block: Arena | None = None
         self._near: dict[int, LocalLink] = {}
@@ -363,8 +364,14 @@ class Collectives:
 
     def abort(self) -> None:
         """From any thread: a rank that waits for another on this host fails now, with PeerLostError."""
+        self._aborted = True
         for link in list(self._near.values()):
             link.abort()
+
+    def check(self) -> None:
+        """Raises PeerLostError if the group was aborted: what is computed now would be of no use."""
+        if self._aborted:
+            raise PeerLostError(f"the group of rank {self.rank} was aborted")
 
     def close(self) -> None:
         """Leave the group: ranks on this host that wait for this one fail at once."""

@@ -213,6 +213,8 @@ class ZeroEngine:
         self._live.connect()
         if config.stage == 3:
             self._gatherer.install_hooks()
+        else:
+            self._gatherer.watch_for_abort()
         self._freezing = Freezing(self.units, self.collectives, self._train_only)
         self._access = ParameterAccess(
             self.module, self.units, states, self.collectives, self._gatherer, stage=config.stage
