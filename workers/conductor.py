@@ -347,7 +347,7 @@ class Conductor:
         )
         match decision:
             case None:
-                self._orders.close_resize(order, workers=order.workers)
+                self._orders.resized(order)
             case Seek(count=count):
                 self._seek(count)
             case Drop(count=count):
@@ -441,12 +441,11 @@ class Conductor:
             {
                 "who": order.who,
                 "wanted": order.workers,
-                "workers": self.world_size,
+                "workers": self._orders.refused(order),
                 "reason": reason,
                 "missing": missing,
             },
         )
-        self._orders.close_resize(order, workers=self.world_size)
 
     def _drop_the_unfit(self) -> None:
         """Joiners that cannot join, and that the job can do without: others are sought, but less hastily."""
@@ -542,7 +541,7 @@ class Conductor:
         self.step, self._begun_at, self._recovering = step, step, None
         order = self._orders.resize
         if order and order.workers == self.world_size:
-            self._orders.close_resize(order, workers=order.workers)
+            self._orders.resized(order)
         if change.event is not None:
             self._event(change.event, {**change.data(begun), "generation": self.generation})
 
