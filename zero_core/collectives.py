@@ -148,6 +148,10 @@ class Collectives:
             return self._block.take(numel, dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
+    def allocate_private(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel], uninitialised, that only this rank reads."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
     def allocate_host(self, size: int) -> torch.Tensor:
         """[size] uint8 zeros in host memory, where ranks on this host can read them."""
         if self._arena is not None:
