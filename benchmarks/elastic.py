@@ -115,7 +115,7 @@ def _jobs(large: str, parts: list[str]) -> list[Job]:
     if "scalar" in parts:
         jobs.append(Job(size=SCALAR, peer_checkpoint_every=120, settled_steps=20))
     if "large" in parts:
-        every = 6 if large == LARGE else 120
+        every = 20 if large == LARGE else 120
         jobs.append(Job(size=large, peer_checkpoint_every=every, settled_steps=3))
     return jobs
 

@@ -5,8 +5,7 @@ are owned from stage 1 on, values at stage 3; up to stage 2 every rank has all v
 lacks none of them, and one that joins lacks them all.
 """
 
-from benchmarks.elastic_model import gpt_of
-from benchmarks.plan import SEQUENCE
+from benchmarks.elastic_model import SEQUENCE, gpt_of
 from workers.model_shapes import gpt_parameters, gpt_unit_of
 from zero_core.layout import Layout, build_layout, moves
 

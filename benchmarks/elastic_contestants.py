@@ -20,9 +20,8 @@ from typing import Any, Protocol, TypeVar
 import ray
 
 from benchmarks import elastic_ray_train
-from benchmarks.elastic_model import model_section
+from benchmarks.elastic_model import MICRO_BATCH, SEQUENCE, model_section
 from benchmarks.elastic_timeline import StepRow
-from benchmarks.plan import MICRO_BATCH, SEQUENCE
 from workers import naming
 from workers.controller import JobController
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.plan import SEQUENCE, SIZES, VOCABULARY
+from benchmarks.plan import SIZES, VOCABULARY
 from workers.models import GPT
 from workers.spec import GPTModel
 
@@ -18,6 +18,10 @@ SCALAR = "1 parameter"
 
 SCALAR_PAUSE_S = 0.02
 """How long a micro-batch of it takes. Steps that take no time would only measure how fast they are logged."""
+
+MICRO_BATCH, SEQUENCE = 1, 32
+"""Few tokens: what a change costs does not depend on them, and a recovery ends with the end of a step, whose
+length would be measured instead."""
 
 SEED = 0
 

@@ -26,8 +26,8 @@ from ray.train.v2._internal.execution.scaling_policy import (
 )
 from torch import nn
 
-from benchmarks.elastic_model import build_model
-from benchmarks.plan import MICRO_BATCH, SEQUENCE, VOCABULARY
+from benchmarks.elastic_model import MICRO_BATCH, SEQUENCE, build_model
+from benchmarks.plan import VOCABULARY
 
 RUN = "run"
 """The run's folder within the job's."""

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from service.errors import ImpossibleResize, WrongState
+from workers.goodput import goodput
 from workers.reports import Event, RankReport
 from workers.spec import JobSpec
 
@@ -107,7 +108,7 @@ class Job:
         """The part of the attempt's time, up to its last entry, that went into steps that count; or None."""
         if self.began_at is None or self.seen_at is None or not self.productive_s:
             return None
-        return min(1.0, self.productive_s / max(self.seen_at - self.began_at, self.productive_s))
+        return goodput(self.productive_s, max(self.seen_at - self.began_at, self.productive_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """One attempt of a job from its start to its end: the shell that carries out what the policies decide.
 
-Owns the sequence (gather workers, form a generation, train, and again), the phase, the generation's number
-and the losses so far. Cluster, log and orders are arguments. Everything waits by ticking: each tick polls the
+Owns the sequence (gather workers, form a generation, train, and again), the phase and the generation's
+number. Cluster, log and orders are arguments. Everything waits by ticking: each tick polls the
 workers, logs their reports and hears a cancel; it comes early when a call to a worker ends.
 """
 
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from workers import policies
+from workers.casualties import Casualties
 from workers.changes import Change
 from workers.commands import Resize
 from workers.draining import Departure, Nodes, Relocation
 from workers.goodput import Goodput
-from workers.group import Group, Handle
+from workers.group import Group
 from workers.ledger import Ledger
 from workers.log import JobLog
 from workers.losses import Losses
@@ -110,10 +111,17 @@ class Conductor:
         self._wall = wall
         self._bounds = Bounds(least=spec.workers.min, most=spec.max_workers)
         self._restarted = history.attempt == attempt
-        self._losses = Losses(
-            spec.recovery,
-            workers=history.losses if self._restarted else 0,
-            nodes=history.nodes_lost if self._restarted else frozenset(),
+        self._casualties = Casualties(
+            group,
+            Losses(
+                spec.recovery,
+                workers=history.losses if self._restarted else 0,
+                nodes=history.nodes_lost if self._restarted else frozenset(),
+            ),
+            least=spec.workers.min,
+            clock=clock,
+            lost=lambda data: self._event("worker_lost", {**data, "step": self.step}),
+            say=lambda remark: self._enter(self.phase, remark),
         )
         self._goodput = Goodput()
         if self._restarted:
@@ -128,6 +136,8 @@ class Conductor:
         self._trained_until = history.time
         self._workers_before = history.workers
         self._latest = manifest.latest(checkpoints)
+        self._begun_at = self.step
+        """Step from which the generation under way, or the last one, began."""
         self._ledger = Ledger(spec)
         self._failing_since: float | None = None
         self._forming = False
@@ -243,7 +253,7 @@ class Conductor:
         """Get the next generation's members together; None when they are."""
         group, since, told = self._group, self._clock(), None
         while True:
-            hopeless = self._bury()
+            hopeless = self._casualties.bury(self._recovering)
             if hopeless:
                 return hopeless
             decision = policies.assemble(
@@ -251,7 +261,7 @@ class Conductor:
                 bounds=self._bounds,
                 survivors=sum(handle.name not in change.without for handle in group.participants),
                 joiners=group.counts(),
-                hold_off_s=self._losses.hold_off_s(self._clock()),
+                hold_off_s=self._casualties.hold_off_s,
                 waited_s=self._clock() - since,
                 patience_s=change.patience_s,
             )
@@ -339,13 +349,13 @@ class Conductor:
             current=self.world_size,
             wanted=order.workers,
             joiners=self._group.counts(),
-            joiner_fault=self._joiner_fault(),
+            joiner_fault=self._casualties.joiner_fault(),
             waited_s=self._sought_for_s(),
             patience_s=self._spec.elastic.capacity_wait_s,
         )
         match decision:
             case None:
-                self._orders.close_resize(order, workers=order.workers)
+                self._orders.resized(order)
             case Seek(count=count):
                 self._seek(count)
             case Drop(count=count):
@@ -357,12 +367,14 @@ class Conductor:
 
     def _grow_back(self) -> None:
         """Do the next thing towards the number of workers that was lost, if any was."""
-        self._drop_the_unfit()
+        self._casualties.drop_the_unfit()
+        if self.step == self._begun_at:
+            return  # what a new worker's start takes would be taken from the step that makes up for the loss
         decision = policies.grow_back(
             current=self.world_size,
             wanted=self._orders.wanted if self._spec.elastic.grow_back else self.world_size,
             joiners=self._group.counts(),
-            hold_off_s=self._losses.hold_off_s(self._clock()),
+            hold_off_s=self._casualties.hold_off_s,
             waited_s=self._sought_for_s(),
             patience_s=self._spec.elastic.capacity_wait_s,
         )
@@ -378,7 +390,7 @@ class Conductor:
         """Leave nodes that are drained; whether that is under way, so that nothing else is."""
         order = self._orders.resize
         target = order.workers if order else self.world_size
-        match self._mover.look(target=target, joiner_fault=self._joiner_fault()):
+        match self._mover.look(target=target, joiner_fault=self._casualties.joiner_fault()):
             case None:
                 return False
             case Departure(workers=workers, without=without, nodes=nodes):
@@ -437,28 +449,18 @@ class Conductor:
             {
                 "who": order.who,
                 "wanted": order.workers,
-                "workers": self.world_size,
+                "workers": self._orders.refused(order),
                 "reason": reason,
                 "missing": missing,
             },
         )
-        self._orders.close_resize(order, workers=self.world_size)
-
-    def _drop_the_unfit(self) -> None:
-        """Joiners that cannot join, and that the job can do without: others are sought, but less hastily."""
-        for handle in list(self._group.joiners):
-            if handle.fault is not None or handle.death is not None:
-                why = handle.fault.message if handle.fault else handle.death
-                self._losses.incident(self._clock())
-                self._group.retire([handle])
-                self._enter(self.phase, f"new worker {handle.name} could not join: {why}")
 
     def _clear_up(self, lost: Lost) -> None:
         """After a loss: bring the survivors out of their group, note it, bury the dead."""
         self._group.abort()
         if not lost.ranks:
-            self._lose(None, rank=None, cause=lost.cause)
-        self._bury()
+            self._casualties.note(None, rank=None, cause=lost.cause)
+        self._casualties.bury(self._recovering)
         self._enter(Phase.RECOVERING, lost.cause)
         deadline = self._clock() + self._limits.abort_s
         while not self._group.abort():
@@ -468,55 +470,8 @@ class Conductor:
                 )
             self._tick()
         # A group that breaks again and again without a death is not formed anew at once, either.
-        while not lost.ranks and self._losses.hold_off_s(self._clock()) > 0:
+        while not lost.ranks and self._casualties.hold_off_s > 0:
             self._tick()
-
-    def _bury(self) -> Broken | GivenUp | None:
-        """Retire dead workers, noting each. Says so if the job cannot go on because of them."""
-        group = self._group
-        ranks = {handle.name: rank for rank, handle in enumerate(group.participants)}
-        for handle in [*group.participants]:
-            if handle.death is not None:
-                rank = ranks[handle.name]
-                self._lose(handle, rank=rank, cause=handle.death)
-                if self._recovering:
-                    self._recovering.add_cause(f"rank {rank} ({handle.name}): {handle.death}")
-                group.retire([handle])
-        if len(group.participants) >= self._bounds.least:
-            self._drop_the_unfit()  # the job does not depend on them
-            return self._losses.spent()
-        for handle in [*group.joiners]:
-            if handle.death is not None:
-                self._lose(handle, rank=None, cause=handle.death)
-                group.retire([handle])
-        broken = next((handle.fault for handle in group.joiners if handle.fault is not None), None)
-        if broken:
-            return Broken(None, broken)
-        return self._losses.spent()
-
-    def _lose(self, handle: Handle | None, *, rank: int | None, cause: str) -> None:
-        node = handle.readiness.node if handle and handle.readiness else None
-        budget = "node" if handle and handle.node_died and node else "worker"
-        self._losses.lose(node if budget == "node" else None, now=self._clock())
-        self._event(
-            "worker_lost",
-            {
-                "rank": rank,
-                "worker": handle.name if handle else None,
-                "node": node,
-                "budget": budget,
-                "step": self.step,
-                "cause": cause,
-            },
-        )
-
-    def _joiner_fault(self) -> str | None:
-        for handle in self._group.joiners:
-            if handle.fault is not None:
-                return f"new worker {handle.name} cannot run the job: {handle.fault.message}"
-            if handle.death is not None:
-                return f"new worker {handle.name} was lost before it joined: {handle.death}"
-        return None
 
     def _judge(self) -> Ending | None:
         members = self._group.view()
@@ -535,10 +490,10 @@ class Conductor:
         self._write(self._ledger.rebuild(step, samples=rank_0.samples if rank_0 else 0))
         self._ledger.begin([handle.name for handle in self._group.members])
         self._goodput.resume(step)
-        self.step, self._recovering = step, None
+        self.step, self._begun_at, self._recovering = step, step, None
         order = self._orders.resize
         if order and order.workers == self.world_size:
-            self._orders.close_resize(order, workers=order.workers)
+            self._orders.resized(order)
         if change.event is not None:
             self._event(change.event, {**change.data(begun), "generation": self.generation})
 
@@ -577,8 +532,8 @@ class Conductor:
         self._write(reports)
 
     def _write(self, reports: list[dict[str, Any]]) -> None:
-        if reports and reports[-1]["generation"] == self.generation:
-            # The first step is done, and with it what the new members took over has replicas of its own.
+        if any(r["generation"] == self.generation and r["step"] > self._begun_at + 1 for r in reports[-1:]):
+            # All have voted on a second step: what the new members took over has replicas of its own.
             self._group.dismiss_leavers()
         for report in reports:
             self.step = report["step"]

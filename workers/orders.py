@@ -15,7 +15,8 @@ class Orders:
         """`cancel` and `pause` name who has asked for it, where that was before this process began."""
         self._lock = threading.Lock()
         self._changed = threading.Event()
-        self._wanted = wanted
+        self._wanted = self._stood = wanted
+        """The number that is wanted, and the one to go back to where it cannot be had."""
         self._resize: Resize | None = None
         self._cancel = cancel
         self._pause = pause
@@ -66,11 +67,21 @@ class Orders:
         with self._lock:
             return self._resize
 
-    def close_resize(self, order: Resize, *, workers: int) -> None:
-        """The resize was done or refused, and the group has `workers`; a newer one is left alone."""
+    def resized(self, order: Resize) -> None:
+        """It was done; a newer one is left alone."""
         with self._lock:
             if self._resize is order:
-                self._wanted, self._resize = workers, None
+                self._stood, self._resize = order.workers, None
+
+    def refused(self, order: Resize) -> int:
+        """It cannot be done: what was wanted before is wanted again, unless there is a newer one.
+
+        Returns the number that is wanted now. A group that has lost workers goes on growing back to it.
+        """
+        with self._lock:
+            if self._resize is order:
+                self._wanted, self._resize = self._stood, None
+            return self._wanted
 
     def take_checkpoint(self) -> bool:
         """Whether a checkpoint has been asked for since the last call."""

@@ -16,11 +16,10 @@ class Outbox:
     """Numbered from 1, over the life of the worker."""
 
     def __init__(self, capacity: int = CAPACITY, *, on_settling: Callable[[], None] = lambda: None) -> None:
-        """on_settling: called when someone begins to wait until all has been handed out."""
+        """on_settling: called when someone begins to wait until all has been taken in."""
         self._capacity = capacity
         self._notices: deque[dict[str, Any]] = deque()
         self._last = 0
-        self._handed_out = 0
         self._room = threading.Condition()
         self._closed = False
         self._on_settling = on_settling
@@ -43,15 +42,17 @@ class Outbox:
                 self._notices.popleft()
                 first += 1
             page = tuple(self._notices[i] for i in range(min(PAGE, len(self._notices))))
-            self._handed_out = max(self._handed_out, first - 1 + len(page))
             self._room.notify_all()
             return page, first - 1 + len(page), len(page) == len(self._notices)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until every notice was handed out once, or the box is closed; False if it took too long."""
+        """Wait until it was asked for what comes after the last notice, or the box is closed; False if not.
+
+        What was only handed out may have been lost on the way.
+        """
         self._on_settling()
         with self._room:
-            return self._room.wait_for(lambda: self._handed_out == self._last or self._closed, timeout_s)
+            return self._room.wait_for(lambda: not self._notices or self._closed, timeout_s)
 
     def close(self) -> None:
         """Let a waiting `put` through: the group is being aborted, and its thread must come to its end."""

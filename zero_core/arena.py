@@ -6,9 +6,6 @@ only grows towards its end and is emptied as a whole; it knows nothing of what l
 may be emptied.
 """
 
-from collections.abc import Iterable
-from typing import Self
-
 import torch
 
 from zero_core.budget import ALIGNMENT_BYTES, aligned
@@ -40,11 +37,6 @@ class Arena:
         assert self._block.data_ptr() % ALIGNMENT_BYTES == 0, "torch's allocators align to 64 bytes"
         self._end = 0
         self._padding = 0
-
-    @classmethod
-    def sized_for(cls, requests: Iterable[tuple[int, torch.dtype]], device: torch.device) -> Self:
-        """An arena that the given pieces, (elements, dtype) each, fill to the last byte."""
-        return cls(sum(aligned(numel * dtype.itemsize) for numel, dtype in requests), device)
 
     @property
     def reserved_bytes(self) -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zero_core.arena import Arena
 from zero_core.config import DivergenceCheck, Transport
-from zero_core.errors import ConfigError
+from zero_core.errors import ConfigError, PeerLostError
 from zero_core.ledger import Ledger
 from zero_core.links import (
     Agreement,
@@ -105,6 +105,7 @@ class Collectives:
         self._check: DivergenceCheck = "off" if self.on_gpu else divergence_check
         self._timeout_s = timeout_s
         self._told = self._finished = 0
+        self._aborted = False
         self._arena: SharedArena | None = None
         self._block: Arena | None = None
         self._near: dict[int, LocalLink] = {}
@@ -146,6 +147,10 @@ class Collectives:
         if self._block is not None and self._block.has_room(numel, dtype):
             return self._block.take(numel, dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def allocate_private(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel], uninitialised, that only this rank reads."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def allocate_host(self, size: int) -> torch.Tensor:
         """[size] uint8 zeros in host memory, where ranks on this host can read them."""
@@ -363,8 +368,14 @@ class Collectives:
 
     def abort(self) -> None:
         """From any thread: a rank that waits for another on this host fails now, with PeerLostError."""
+        self._aborted = True
         for link in list(self._near.values()):
             link.abort()
+
+    def check(self) -> None:
+        """Raises PeerLostError if the group was aborted: what is computed now would be of no use."""
+        if self._aborted:
+            raise PeerLostError(f"the group of rank {self.rank} was aborted")
 
     def close(self) -> None:
         """Leave the group: ranks on this host that wait for this one fail at once."""

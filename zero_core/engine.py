@@ -10,7 +10,6 @@ The engine is the shell that wires the rooms together and keeps the order of a s
 It knows nothing of data, checkpoints' files or where ranks run.
 """
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,28 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_core import budget
+from zero_core import assembly, budget
+from zero_core import verdict as verdicts
 from zero_core.access import ParameterAccess
+from zero_core.accounting import Accounts
 from zero_core.activations import Recomputation, store_for
 from zero_core.agreement import check_alike
 from zero_core.arena import Arena
 from zero_core.buffers import BufferPool
-from zero_core.collectives import Collectives, Pending
+from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
 from zero_core.errors import ConfigError, UsageError
 from zero_core.freezing import Freezing
 from zero_core.gathering import Gatherer
 from zero_core.ledger import Whereabouts
-from zero_core.links import Purpose
 from zero_core.materialise import Initialise
-from zero_core.memory import (
-    MemoryReport,
-    PeakSampler,
-    SavedTensors,
-    fragmentation_bytes,
-    occupied_bytes,
-    resident_bytes,
-)
+from zero_core.memory import MemoryReport, PeakSampler, SavedTensors, occupied_bytes
 from zero_core.moving import StateId
 from zero_core.optimizer import FlatOptimizer
 from zero_core.partition import bytes_of, device_of, partition
@@ -54,9 +47,8 @@ from zero_core.saving import SavingHooks
 from zero_core.schedule import rates
 from zero_core.snapshot import Snapshot
 from zero_core.standing import LiveState
-from zero_core.summation import EXPANSION, collect, exact_square_sum, expand
 from zero_core.trees import map_tensors
-from zero_core.units import FlatUnit, UnitState, bind_units, held_dtype
+from zero_core.units import FlatUnit, bind_units, held_dtype
 from zero_core.widening import widened_products
 
 __all__ = ["StepReport", "ZeroEngine"]
@@ -160,7 +152,7 @@ class ZeroEngine:
         self.collectives.reserve(size)
         self.collectives.unit_names = [unit.unit.name for unit in self.units]
         # Gradients are read by other ranks, gathered parameters are not.
-        self._pools = BufferPool(self.collectives.allocate), BufferPool(self._private)
+        self._pools = BufferPool(self.collectives.allocate), BufferPool(self.collectives.allocate_private)
         for pool, buffers in zip(self._pools, (gradient_buffers, gathered_buffers), strict=True):
             for (numel, dtype), count in buffers(self.layout, config).items():
                 pool.reserve(numel, held_dtype(dtype, config.precision), count=count)
@@ -209,10 +201,13 @@ class ZeroEngine:
             gate=self.gate,
             generation=self.generation,
         )
-        self.collectives.publish({**self._gathered_parts(), **self._live.published})
+        parts = assembly.readable_parts(self.units, self._reducer.gradients, stage=config.stage)
+        self.collectives.publish({**parts, **self._live.published})
         self._live.connect()
         if config.stage == 3:
             self._gatherer.install_hooks()
+        else:
+            self._gatherer.watch_for_abort()
         self._freezing = Freezing(self.units, self.collectives, self._train_only)
         self._access = ParameterAccess(
             self.module, self.units, states, self.collectives, self._gatherer, stage=config.stage
@@ -241,6 +236,19 @@ class ZeroEngine:
         )
         if recomputes:
             self._recomputation.install(self.module, self.units)
+        self._accounts = Accounts(
+            units=self.units,
+            collectives=self.collectives,
+            pools=self._pools,
+            states_arena=self._states_arena,
+            optimizer=self.optimizer,
+            reducer=self._reducer,
+            live=self._live,
+            checkpoints=self._checkpoints,
+            offloaded=self.config.checkpoint_offload,
+            saved=self._saved,
+            peak=self._peak,
+        )
 
     # -- what a training loop calls ---------------------------------------------------------------
 
@@ -340,17 +348,26 @@ class ZeroEngine:
             raise UsageError("step() within full_parameters: leave that context first")
         self._reducer.finish()
         self._live.before_vote()
-        grad_norm, loss, ballots = self._agree(ballot)
+        verdict = verdicts.reach(
+            self.collectives,
+            self._reducer.gradients,
+            self._losses,
+            ballot,
+            micro_batches=self._total,
+            reproducible=self.config.reproducible,
+        )
         self._live.after_vote()
         self._reset_round()
-        scale = self.gate.scale
-        grad_norm /= scale
+        scale, loss = self.gate.scale, verdict.loss
+        grad_norm = verdict.grad_norm / scale
         clip = self.config.clip_norm
         coefficient = 1.0 if clip is None else min(1.0, clip / (grad_norm + 1e-6))
         by_group = rates(self.config, self.optimizer.steps_done, lr=lr)
         passes = self.gate.passes(grad_norm=grad_norm, loss=loss, step=self.steps_done)
         if passes:
-            gradients = self._held_gradients()
+            gradients = assembly.held_gradients(
+                self.collectives, self._reducer.gradients, stage=self.config.stage
+            )
             self._live.begin_update()
             with self._timed("optimizer"):
                 self.optimizer.step(gradients, rates=by_group, divisor=scale / coefficient)
@@ -364,11 +381,11 @@ class ZeroEngine:
             skipped=not passes,
             skipped_steps=self.gate.skipped,
             loss_scale=scale,
-            ballot=ballots,
+            ballot=verdict.ballot,
         )
         self.interrupted_report = report
         if passes:
-            self._share_parameters()
+            assembly.share_parameters(self.collectives, self.units, stage=self.config.stage)
         self.steps_done += 1
         self._live.end_step(self.steps_done)
         self.interrupted_report = None
@@ -417,7 +434,7 @@ class ZeroEngine:
         self.collectives.close()
         # They and the engine hold each other: without them nobody has to wait for the garbage collector.
         del self._gatherer, self._reducer, self._recomputation, self._hooks
-        del self._freezing, self._access, self._pools
+        del self._freezing, self._access, self._accounts, self._pools
 
     def abort(self) -> None:
         """From any thread: a rank that waits for another on this host fails now, with PeerLostError."""
@@ -439,37 +456,7 @@ class ZeroEngine:
 
     def memory(self) -> MemoryReport:
         """The bytes of this rank by category, as allocated, and the process as the system sees it."""
-        whole = [u for u in self.units if u.state is UnitState.WHOLE]
-        parameters = sum(u.numel * u.dtype.itemsize for u in whole)
-        parameters += sum(u.owned * u.dtype.itemsize for u in self.units if u.shard is not None)
-        padding = sum((u.padded - u.numel) * u.dtype.itemsize for u in whole) + self._reducer.padding_bytes
-        padding += self._states_arena.padding_bytes
-        buffers = self.collectives.staging.numel()
-        buffers += sum(pool.allocated_bytes for pool in self._pools)
-        held = parameters + padding + buffers + self._reducer.held_bytes + self.optimizer.held_bytes
-        held += self._live.replica_bytes
-        peak, baseline = max(self._peak.peak, self._peak.baseline), self._peak.baseline
-        resident, checkpoints = resident_bytes(self.device), self._checkpoints
-        offloaded = self.config.checkpoint_offload
-        block = 0 if offloaded else checkpoints.reserved_bytes
-        return MemoryReport(
-            parameters=parameters,
-            gradients=self._reducer.held_bytes,
-            optimizer_states=self.optimizer.held_bytes,
-            communication_buffers=buffers,
-            activations=self._saved.peak,
-            padding=padding,
-            resident=resident,
-            baseline=baseline,
-            unattributed=max(0, peak - baseline - held - self._saved.peak),
-            checkpoints=0 if offloaded else checkpoints.held_bytes,
-            recomputed=self._saved.recomputed,
-            host_checkpoints=checkpoints.held_bytes if offloaded else 0,
-            fragmentation=fragmentation_bytes(
-                self.device, resident=resident, baseline=baseline, held=held + block
-            ),
-            replicas=self._live.replica_bytes,
-        )
+        return self._accounts.report()
 
     # -- the state as a whole ---------------------------------------------------------------------
 
@@ -527,7 +514,7 @@ class ZeroEngine:
 
     def refresh_parameters(self) -> None:
         """After `filled`: gather parameters from the owners of their masters. Collective."""
-        self._share_parameters()
+        assembly.share_parameters(self.collectives, self.units, stage=self.config.stage)
         self._live.gathered()
         self.collectives.ledger.take()
 
@@ -581,67 +568,6 @@ class ZeroEngine:
         for phase in ("reduce", "gather"):
             seconds[phase] = working.get(phase, 0.0)
         seconds["idle"] += time.perf_counter() - began
-
-    def _agree(self, ballot: Sequence[float]) -> tuple[float, float, tuple[float, ...]]:
-        """The step's own small collective: gradient norm, mean loss, ballots, the same bits on all ranks."""
-        own_losses = [float(loss) for loss in self._losses]
-        if self.config.reproducible:
-            owned = [gradient.owned for gradient in self._reducer.gradients]
-            exact = (*expand(exact_square_sum(owned)), *expand(collect([own_losses])))
-            rows = self.collectives.gather_numbers((*exact, *ballot), purpose=Purpose.STEP)
-            squares = collect([row[:EXPANSION] for row in rows])
-            losses = collect([row[EXPANSION : 2 * EXPANSION] for row in rows])
-            norm = math.nan if squares is None else math.sqrt(squares)
-            mean = math.nan if losses is None else float(losses / self._total)
-            votes = [row[2 * EXPANSION :] for row in rows]
-            return norm, mean, tuple(sum(column) for column in zip(*votes, strict=True))
-        square_sum = float(sum(gradient.square_sum() for gradient in self._reducer.gradients))
-        mine = (square_sum, math.fsum(own_losses) / self._total, *ballot)
-        total, mean, *ballots = self.collectives.sum_in_rank_order(mine, purpose=Purpose.STEP)
-        return math.sqrt(total) if total >= 0 else math.nan, mean, tuple(ballots)
-
-    def _held_gradients(self) -> list[torch.Tensor]:
-        """One gradient for each unit over the range the optimizer holds; stage 0 gathers them first."""
-        if self.config.stage > 0:
-            return [g.owned for g in self._reducer.gradients]
-        held = []
-        for gradient in self._reducer.gradients:
-            assert gradient.kept is not None
-            gradient.kept[gradient.unit.start : gradient.unit.stop].copy_(gradient.owned)
-            held.append((gradient.unit, gradient.kept))
-        self._gather(held)
-        self.collectives.fence()  # the optimizer's kernel scales gradients in place
-        return [full[: unit.numel] for unit, full in held]
-
-    def _share_parameters(self) -> None:
-        """The update is done: stages 1 and 2 gather it; at stages 0 and 3 ranks only wait for all."""
-        if self.config.stage in (1, 2):
-            self._gather([(u, u.full) for u in self.units if u.unit.trainable and u.full is not None])
-        else:
-            self.collectives.fence()
-
-    def _gather(self, whole: Sequence[tuple[FlatUnit, torch.Tensor]]) -> None:
-        """Bring the owners' parts of these flat tensors, [padded] each, to all ranks."""
-        self.collectives.fence()
-        works: Pending = []
-        for unit, full in whole:
-            works += self.collectives.begin_gather(
-                full, unit.chunk, unit.numel, kind="gather", tag=unit.index
-            )
-        self.collectives.finish_gather(works)
-
-    def _gathered_parts(self) -> dict[int, torch.Tensor]:
-        """This rank's part of each unit as others gather it: of gradients at stage 0, else of parameters."""
-        if self.config.stage == 3:
-            return {unit.index: unit.shard for unit in self.units if unit.shard is not None}
-        if self.config.stage == 0:
-            whole = [(g.unit, g.kept) for g in self._reducer.gradients]
-        else:
-            whole = [(unit, unit.full) for unit in self.units]
-        return {unit.index: full[unit.start : unit.stop] for unit, full in whole if full is not None}
-
-    def _private(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _train_only(self, names: frozenset[str]) -> None:
         self._reducer.expect(names)

@@ -123,6 +123,16 @@ class Gatherer:
             self._handles.append(module.register_forward_pre_hook(self._before(members), prepend=True))
             self._handles.append(module.register_forward_hook(self._after(members), always_call=True))
 
+    def watch_for_abort(self) -> None:
+        """Where nothing is gathered in forward: a rank that computes still finds out in time."""
+
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._collectives.check()
+
+        for module in {unit.module for unit in self._units}:
+            self._handles.append(module.register_forward_pre_hook(hook))
+
     def remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()

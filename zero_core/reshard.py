@@ -81,7 +81,8 @@ def take_over(
             are those of the new engines, in order; those that leave come after them
     held    what this process holds: earlier engines' `snapshots()`. They are only read
 
-    Collective over `group`. When it returns, every new rank has all it needs and `held` may be dropped. After
+    Collective over `group`. When it returns, every new rank has all it needs and `held` may be dropped; with
+    replicas, only after `engine.replicated_step` is set: they are made with the first step. After
     an error but NothingHeldError add `engine.snapshots()` to `held`, and try again in another group.
 
     Raises, on every rank and with nothing written: NothingHeldError where no state of `floor_step` or a later
@@ -176,7 +177,6 @@ class _Move:
                     state=self._plan.state,
                     whole=self._plan.whole,
                 )
-                self._engine.settle_replicas()
         except Exception as error:
             return error
         return None

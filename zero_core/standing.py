@@ -54,6 +54,8 @@ class LiveState:
         self._optimizer = optimizer
         self._gate = gate
         self._generation = generation
+        self._owes_copy = False
+        """Whether what was taken over has no replica yet: it has one after the first step."""
         self._standing: Standing | None = None
         """None while there is no whole state: blank, within an update, or being filled or edited."""
         self._replicas: Replicas | None = None
@@ -96,8 +98,8 @@ class LiveState:
     def end_step(self, step: int) -> None:
         """The step is over, skipped or not."""
         self._standing = self._now(step, whole=True)
-        if self._replicas is not None and self._replicas.due(step):
-            self._replicate(edited=False)
+        if self._replicas is not None and (self._owes_copy or self._replicas.due(step)):
+            self._replicate(edited=self._owes_copy)
 
     def begin_filling(self) -> Snapshot:
         """States are about to be written from outside. Returns the places, as a snapshot of no state."""
@@ -110,7 +112,7 @@ class LiveState:
     def filled(
         self, *, step: int, updates: int, gate: Mapping[str, Any] | None, name: StateId | None, whole: bool
     ) -> None:
-        """See `ZeroEngine.filled`."""
+        """See `ZeroEngine.filled`. What has a name lies elsewhere too: its copy can wait for a step."""
         self._optimizer.steps_done = updates
         self._gate.load_state_dict(gate)
         for held in self._optimizer.states:
@@ -118,7 +120,10 @@ class LiveState:
                 held.compute.copy_(held.master)
         found = self._now(step, whole=whole)
         self._standing = found if name is None else replace(found, state=name)
-        self._replicate(edited=True)
+        if name is None:
+            self._replicate(edited=True)
+        else:
+            self._owes_copy = True
 
     def gathered(self) -> None:
         """Other ranks' parts of the parameters are up to date too."""
@@ -203,6 +208,7 @@ class LiveState:
     def _replicate(self, *, edited: bool) -> None:
         if self._replicas is not None and self._standing is not None:
             self._replicas.replicate(self._standing, edited=edited)
+            self._owes_copy = False
 
     def _snapshot(self, standing: Standing) -> Snapshot:
         return take(

@@ -200,8 +200,9 @@ class _Process:
             leavers = tuple(w for w in before if w not in act.members and w not in buried)
             if self.worker in act.members + leavers:
                 self._act(number, act, leavers)
-            # Those that hold something: after a handover that failed, its members and those before.
-            before = (*act.members, *(before if act.moving else ()))
+            # Those that hold something: after a handover that failed, its members and those before, and so
+            # where the new group may have lost somebody before it had replicas of its own.
+            before = (*act.members, *(leavers if act.moving or self.script.config.replicas else ()))
             buried |= act.dead
         return self.diary
 
@@ -235,7 +236,7 @@ class _Process:
                     return
                 self.diary.taken[number] = taken
                 self.diary.repeated[number] = max(0, self.diary.finished - taken.step)
-                self.held = []
+                self._let_go()
             if self.engine is not None:
                 self._train(act)
                 if number == len(self.script.acts) - 1:
@@ -265,6 +266,12 @@ class _Process:
             self.diary.finished = report.step
             self.diary.seconds = report.seconds
             self.diary.sent = report.bytes_sent
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Without replicas what was held can go once it is taken over; with them, once there are new ones."""
+        if not self.script.config.replicas or (self.engine and self.engine.replicated_step is not None):
+            self.held = []
 
     def _conclude(self) -> None:
         self.diary.digest = digest(self.engine)

@@ -73,12 +73,39 @@ def test_where_replicas_are_sent(stage: int, every: int, undisturbed: Any) -> No
         assert ("replica" in diary.sent) == ("replica" in diary.seconds) == (every == 1)
 
 
-def test_the_first_step_of_a_group_is_protected(undisturbed: Any) -> None:
-    """Killed before any step of its group; those left have dropped what they held of the group before."""
-    acts = [Act(first(2), 3), Act(first(4), 99, kills={3: (4, "reduce")}), Act(first(3), 15)]
-    diaries = play(4, script(*acts, stage=2, precision="bf16", replicas=1, replica_every_steps=5))
-    check(diaries, undisturbed["bf16"], most_repeated=0)
-    assert diaries[0].taken[2].replica_ranks == (3,)
+FIRST_STEPS = [
+    (2, 4, 3, "reduce"),  # one that has just joined
+    (2, 4, 1, "forward"),  # one that held a part in the group before
+    (4, 2, 1, "voted"),
+    (4, 2, 0, "replica"),
+    (3, 4, 2, "update"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "killed", "where"), FIRST_STEPS)
+def test_the_first_step_of_a_group_is_protected(
+    old: int, new: int, killed: int, where: str, undisturbed: Any
+) -> None:
+    """It has no replicas yet: what the group before held, replicas among it, is kept until it has."""
+    acts = [
+        Act(first(old), 3),
+        Act(first(new), 99, kills={killed: (4, where)}),
+        Act(without(max(old, new), killed), 15),
+    ]
+    diaries = play(max(old, new), script(*acts, stage=2, precision="bf16", replicas=1))
+    check(diaries, undisturbed["bf16"], most_repeated=1)
+
+
+@pytest.mark.parametrize("killed", [0, 3])
+def test_so_is_the_second(killed: int, undisturbed: Any) -> None:
+    """Its state is copied at the end of the first step, and complete before anybody votes on the second."""
+    acts = [
+        Act(first(2), 3),
+        Act(first(4), 99, kills={killed: (5, "reduce")}),
+        Act(without(4, killed), 15),
+    ]
+    diaries = play(4, script(*acts, stage=2, precision="fp32", replicas=1))
+    check(diaries, undisturbed["fp32"], most_repeated=1)
 
 
 def test_two_neighbours_lost_is_an_error_everywhere() -> None:

@@ -62,10 +62,24 @@ def test_the_newest_wanted_number_counts() -> None:
     orders.give(first)
     orders.give(second)
     assert (orders.wanted, orders.resize) == (3, second)
-    orders.close_resize(first, workers=4)
+    orders.resized(first)
     assert (orders.wanted, orders.resize) == (3, second), "an older order's end changes nothing"
-    orders.close_resize(second, workers=2)
-    assert (orders.wanted, orders.resize) == (2, None)
+    orders.resized(second)
+    assert (orders.wanted, orders.resize) == (3, None)
+
+
+def test_what_cannot_be_had_leaves_what_was_wanted_before() -> None:
+    orders = Orders(4)
+    first, second, third = (Resize(workers=n, who="a") for n in (8, 9, 3))
+    orders.give(first)
+    orders.give(second)
+    assert orders.refused(first) == 9, "there is a newer one"
+    assert orders.refused(second) == 4
+    assert (orders.wanted, orders.resize) == (4, None)
+    orders.give(third)
+    orders.resized(third)
+    orders.give(first)
+    assert orders.refused(first) == 3
 
 
 def test_orders_wake_whoever_waits_for_them() -> None:
@@ -81,12 +95,14 @@ def test_orders_wake_whoever_waits_for_them() -> None:
     assert (orders.take_checkpoint(), orders.take_checkpoint()) == (True, False)
 
 
-def test_an_outbox_is_settled_once_everything_was_handed_out() -> None:
+def test_an_outbox_is_settled_once_everything_was_taken_in() -> None:
     box = Outbox()
     assert box.settle(0)
     box.put({"n": 1})
     assert not box.settle(0.01)
-    threading.Timer(0.05, box.take, [0]).start()
+    box.take(0)
+    assert not box.settle(0.01), "the answer may have been lost"
+    threading.Timer(0.05, box.take, [1]).start()
     assert box.settle(60)
     box.put({"n": 2})
     box.close()

@@ -18,7 +18,7 @@ requests = st.lists(st.tuples(st.integers(0, 300), st.sampled_from(DTYPES)), max
 
 @given(requests)
 def test_pieces_are_aligned_and_apart_and_fill_the_block(asked: list[tuple[int, torch.dtype]]) -> None:
-    arena = Arena.sized_for(asked, CPU)
+    arena = Arena(sum(aligned(numel * dtype.itemsize) for numel, dtype in asked), CPU)
     pieces = [arena.take(numel, dtype) for numel, dtype in asked]
     for index, (piece, (numel, dtype)) in enumerate(zip(pieces, asked, strict=True)):
         assert (piece.shape, piece.dtype) == ((numel,), dtype)
