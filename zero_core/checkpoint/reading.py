@@ -1,0 +1,268 @@
+"""Reading ranges of a checkpoint: which bytes of which files, each chunk once, every chunk verified.
+
+Owns the plan (`plan`, `chunk_reads`: plain integers) and carrying it out (`Reader`). Ranges of the logical
+space are cut by who owned them at the saving N, the pieces are grouped by file, and a file is walked chunk by
+chunk. A chunk is the unit of verification: what is asked for of it goes straight to its target, the rest to
+a scratch buffer, and the digest is taken while the chunk is in the cache. No chunk is read twice by one call.
+
+Knows nothing of engines, process groups or tensors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from zero_core.checkpoint import manifest as manifests
+from zero_core.checkpoint.container import (
+    CHUNK_BYTES,
+    Contents,
+    digest,
+    digests_in,
+    item_bytes,
+    tensor_name,
+)
+from zero_core.checkpoint.manifest import Manifest
+from zero_core.checkpoint.store import Store
+from zero_core.errors import CheckpointError, DamagedError
+from zero_core.layout import Layout, pulls
+
+Target: TypeAlias = "memoryview | Callable[[int, memoryview], None]"
+"""Where a want goes: bytes that are read into directly, or a function that takes (byte offset, verified bytes)
+and copies them: the memory is used again."""
+
+_MOST_BUFFERS = 64
+"""A chunk that falls into more buffers is read whole and copied: cheaper, and below every system's limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Elements [start, stop) of a unit (an index), of one kind of state."""
+
+    kind: str
+    unit: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, stop) of a file's data section; they are those from `offset` on of want number `want`."""
+
+    start: int
+    stop: int
+    want: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """Chunk number `index`, bytes [start, stop) of the data section, and the pieces in it, in order."""
+
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRead:
+    """What is read of file number `file`: a rank's, or, numbered as the world size, that of the buffers."""
+
+    file: int
+    chunks: tuple[ChunkRead, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+
+def plan(
+    layout: Layout, wants: Sequence[Want], place: Callable[[int, str, int], tuple[int, int]]
+) -> dict[int, list[Piece]]:
+    """The pieces of each rank's file that make up the wants, in the order of the file.
+
+    layout  of the saving N
+    place   where in the data section of a rank's file its part of (kind, unit) begins, and the bytes of one
+            element; asked once for each piece
+
+    Wants do not overlap. Takes time in proportion to the number of pieces, whatever N.
+    """
+    found: dict[int, list[Piece]] = {}
+    for number, want in enumerate(wants):
+        for move in pulls(layout, unit=want.unit, start=want.start, stop=want.stop):
+            begin, item = place(move.source, want.kind, want.unit)
+            first = layout.owned(want.unit, move.source)[0]
+            found.setdefault(move.source, []).append(
+                Piece(
+                    begin + (move.start - first) * item,
+                    begin + (move.stop - first) * item,
+                    number,
+                    (move.start - want.start) * item,
+                )
+            )
+    for pieces in found.values():
+        pieces.sort(key=lambda piece: piece.start)
+        assert all(a.stop <= b.start for a, b in pairwise(pieces)), "wants do not overlap"
+    return found
+
+
+def chunk_reads(pieces: Sequence[Piece], chunk_bytes: int, data_bytes: int) -> Iterator[ChunkRead]:
+    """The chunks that pieces, ordered and apart from each other, lie in: each once, in order."""
+    index, inside = -1, list[Piece]()
+    for piece in pieces:
+        start = piece.start
+        while start < piece.stop:
+            if start // chunk_bytes != index:
+                if inside:
+                    yield _chunk(index, inside, chunk_bytes, data_bytes)
+                index, inside = start // chunk_bytes, []
+            stop = min(piece.stop, (index + 1) * chunk_bytes)
+            inside.append(Piece(start, stop, piece.want, piece.offset + start - piece.start))
+            start = stop
+    if inside:
+        yield _chunk(index, inside, chunk_bytes, data_bytes)
+
+
+def _chunk(index: int, pieces: list[Piece], chunk_bytes: int, data_bytes: int) -> ChunkRead:
+    start = index * chunk_bytes
+    return ChunkRead(index, start, min(start + chunk_bytes, data_bytes), tuple(pieces))
+
+
+class Reader:
+    """Reads ranges of one committed checkpoint, verified.
+
+    store, folder  where it is; the folder relative to the store's root
+    manifest       read, and so verified, before
+    """
+
+    def __init__(self, store: Store, folder: str, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._store = store
+        self._folder = folder
+        self._contents: dict[int, Contents] = {}
+        self._digests: dict[int, tuple[str, ...]] = {}
+        self._scratch = memoryview(bytearray(CHUNK_BYTES))
+
+    def path(self, file: int) -> str:
+        """Of a file by its number, as the store takes it and messages name it."""
+        name = manifests.file_name(self.manifest, file)
+        return f"{self._folder}/{name}" if self._folder else name
+
+    def contents(self, file: int) -> Contents:
+        """What lies where in a file."""
+        if file not in self._contents:
+            self._contents[file] = manifests.contents(self.manifest, file)
+        return self._contents[file]
+
+    def plan(self, wants: Sequence[Want]) -> list[FileRead]:
+        """Which chunks of which files make up the wants; nothing is read."""
+        pieces = plan(self.manifest.layout, wants, self._place)
+        return [self._file_read(file, pieces[file]) for file in sorted(pieces)]
+
+    def plan_whole(self, file: int) -> FileRead:
+        """Every chunk of a file, for no want: to verify it."""
+        contents = self.contents(file)
+        chunks = (contents.chunk(index) for index in range(contents.chunks))
+        return FileRead(file, tuple(ChunkRead(i, *span, ()) for i, span in enumerate(chunks)))
+
+    def plan_buffers(self) -> tuple[list[str], FileRead]:
+        """The names of the model's buffers, in the order of the wants that the plan's pieces speak of."""
+        file = self.manifest.world_size
+        entries = self.contents(file).entries
+        pieces = [Piece(entry.start, entry.stop, number, 0) for number, entry in enumerate(entries)]
+        return [entry.name for entry in entries], self._file_read(file, pieces)
+
+    def check_headers(self, reads: Sequence[FileRead]) -> None:
+        """Read the headers of the files first: what is wrong with most damaged files shows at once."""
+        for read in reads:
+            self._digests_of(read.file)
+
+    def read(self, reads: Sequence[FileRead], targets: Sequence[Target]) -> Iterator[int]:
+        """Carry a plan out; yields the bytes of each chunk once they are verified and in their targets.
+
+        targets  of each want, in order: of just its bytes, or a function
+
+        Raises DamagedError, naming file and range, where bytes are not those that were written.
+        """
+        for read in reads:
+            digests = self._digests_of(read.file)
+            for chunk in read.chunks:
+                self._read_chunk(read.file, chunk, digests[chunk.index], targets)
+                yield chunk.stop - chunk.start
+
+    def damage(self, file: int) -> Iterator[DamagedError]:
+        """Read a whole file; yields what is wrong with it, chunk by chunk."""
+        try:
+            digests = self._digests_of(file)
+        except DamagedError as error:
+            yield error
+            return
+        for chunk in self.plan_whole(file).chunks:
+            try:
+                self._read_chunk(file, chunk, digests[chunk.index], ())
+            except DamagedError as error:
+                yield error
+
+    def _place(self, rank: int, kind: str, unit: int) -> tuple[int, int]:
+        entry = self.contents(rank).by_name[tensor_name(kind, unit)]
+        return entry.start, item_bytes(entry.dtype)
+
+    def _file_read(self, file: int, pieces: Sequence[Piece]) -> FileRead:
+        size = self.contents(file).data_bytes
+        return FileRead(file, tuple(chunk_reads(pieces, CHUNK_BYTES, size)))
+
+    def _digests_of(self, file: int) -> tuple[str, ...]:
+        """Of all chunks of a file, once its header has turned out to be as it was written."""
+        if file not in self._digests:
+            contents = self.contents(file)
+            head = bytearray(contents.header_bytes)
+            self._fill(file, 0, [memoryview(head)], len(head))
+            if digest(head) != manifests.header_digest(self.manifest, file):
+                raise DamagedError(self.path(file), 0, len(head), "the header is not the one written")
+            try:
+                self._digests[file] = digests_in(bytes(head), contents)
+            except CheckpointError as error:
+                raise DamagedError(self.path(file), 0, len(head), str(error)) from error
+        return self._digests[file]
+
+    def _fill(self, file: int, offset: int, buffers: Sequence[memoryview], size: int) -> None:
+        try:
+            self._store.read_into(self.path(file), offset, buffers)
+        except (OSError, CheckpointError) as error:
+            raise DamagedError(self.path(file), offset, offset + size, f"cannot be read: {error}") from error
+
+    def _read_chunk(self, file: int, chunk: ChunkRead, wanted: str, targets: Sequence[Target]) -> None:
+        buffers, copies = _buffers(chunk, targets, self._scratch)
+        begin = self.contents(file).header_bytes + chunk.start
+        size = chunk.stop - chunk.start
+        self._fill(file, begin, buffers, size)
+        if digest(*buffers) != wanted:
+            raise DamagedError(self.path(file), begin, begin + size, "the bytes are not those written")
+        for piece, view in copies:
+            target = targets[piece.want]
+            if isinstance(target, memoryview):
+                target[piece.offset : piece.offset + len(view)] = view
+            else:
+                target(piece.offset, view)
+
+
+def _buffers(
+    chunk: ChunkRead, targets: Sequence[Target], scratch: memoryview
+) -> tuple[list[memoryview], list[tuple[Piece, memoryview]]]:
+    """Memory for all bytes of a chunk, in order; and the pieces that have to be copied on from `scratch`."""
+    buffers, copies, reached = list[memoryview](), list[tuple[Piece, memoryview]](), chunk.start
+    apart = 2 * len(chunk.pieces) + 1 > _MOST_BUFFERS
+    for piece in chunk.pieces:
+        aside = scratch[piece.start - chunk.start : piece.stop - chunk.start]
+        target = targets[piece.want]
+        if apart or not isinstance(target, memoryview):
+            copies.append((piece, aside))
+            continue
+        if reached < piece.start:
+            buffers.append(scratch[reached - chunk.start : piece.start - chunk.start])
+        buffers.append(target[piece.offset : piece.offset + piece.stop - piece.start])
+        reached = piece.stop
+    if reached < chunk.stop:
+        buffers.append(scratch[reached - chunk.start : chunk.stop - chunk.start])
+    return buffers, copies
