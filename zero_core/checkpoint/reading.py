@@ -9,7 +9,7 @@ Knows nothing of engines, process groups or tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -20,6 +20,8 @@ from zero_core.checkpoint.container import (
     digest,
     digests_in,
     item_bytes,
+    kind_dtype,
+    kinds_of,
     tensor_name,
 )
 from zero_core.checkpoint.manifest import Manifest
@@ -30,6 +32,12 @@ from zero_core.layout import Layout, pulls
 Target: TypeAlias = "memoryview | Callable[[int, memoryview], None]"
 """Where a want goes: bytes that are read into directly, or a function that takes (byte offset, verified bytes)
 and copies them: the memory is used again."""
+
+_SEGMENT_BYTES = 16 * CHUNK_BYTES
+"""What is in memory at a time where all of a checkpoint is gone through."""
+
+_KEPT_CHUNKS = 16
+"""Chunks that `Reader.fetch` keeps."""
 
 _MOST_BUFFERS = 64
 """A chunk that falls into more buffers is read whole and copied: cheaper, and below every system's limit."""
@@ -43,6 +51,16 @@ class Want:
     unit: int
     start: int
     stop: int
+
+
+def wants_of(manifest: Manifest, layout: Layout, *, stage: int, rank: int) -> list[Want]:
+    """All that a rank holds of the checkpoint's states in a group of `layout` at a stage."""
+    wants = []
+    for index, unit in enumerate(layout.units):
+        whole = stage == 0 or (stage < 3 and not unit.trainable)
+        start, stop = (0, unit.numel) if whole else layout.owned(index, rank)
+        wants += [Want(kind, index, start, stop) for kind in kinds_of(manifest, index)]
+    return wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +142,13 @@ def chunk_reads(pieces: Sequence[Piece], chunk_bytes: int, data_bytes: int) -> I
         yield _chunk(index, inside, chunk_bytes, data_bytes)
 
 
+def segments(numel: int, item: int) -> Iterator[tuple[int, int]]:
+    """Elements [0, numel) in stretches of which one can be in memory; `item`: bytes of one element."""
+    step = _SEGMENT_BYTES // item
+    for start in range(0, numel, step):
+        yield start, min(start + step, numel)
+
+
 def _chunk(index: int, pieces: list[Piece], chunk_bytes: int, data_bytes: int) -> ChunkRead:
     start = index * chunk_bytes
     return ChunkRead(index, start, min(start + chunk_bytes, data_bytes), tuple(pieces))
@@ -142,6 +167,7 @@ class Reader:
         self._folder = folder
         self._contents: dict[int, Contents] = {}
         self._digests: dict[int, tuple[str, ...]] = {}
+        self._kept: dict[tuple[int, int], memoryview] = {}
         self._scratch = memoryview(bytearray(CHUNK_BYTES))
 
     def path(self, file: int) -> str:
@@ -173,6 +199,21 @@ class Reader:
         pieces = [Piece(entry.start, entry.stop, number, 0) for number, entry in enumerate(entries)]
         return [entry.name for entry in entries], self._file_read(file, pieces)
 
+    def fetch(self, wants: Sequence[Want]) -> list[bytearray]:
+        """The bytes of each want, in new memory; for going through a checkpoint in small steps.
+
+        The last few chunks are kept, so that neighbours in one chunk are read once.
+        """
+        sizes = [(w.stop - w.start) * item_bytes(kind_dtype(self.manifest, w.unit, w.kind)) for w in wants]
+        return self._fetch(self.plan(wants), sizes)
+
+    def fetch_buffers(self) -> dict[str, bytearray]:
+        """The bytes of every buffer of the model, by name."""
+        names, read = self.plan_buffers()
+        entries = self.contents(read.file).by_name
+        sizes = [entries[name].stop - entries[name].start for name in names]
+        return dict(zip(names, self._fetch([read], sizes), strict=True))
+
     def check_headers(self, reads: Sequence[FileRead]) -> None:
         """Read the headers of the files first: what is wrong with most damaged files shows at once."""
         for read in reads:
@@ -203,6 +244,31 @@ class Reader:
                 self._read_chunk(file, chunk, digests[chunk.index], ())
             except DamagedError as error:
                 yield error
+
+    def _fetch(self, reads: Sequence[FileRead], sizes: Sequence[int]) -> list[bytearray]:
+        found = [bytearray(size) for size in sizes]
+        for read in reads:
+            for chunk in read.chunks:
+                data = self._kept_chunk(read.file, chunk)
+                for piece in chunk.pieces:
+                    end = piece.offset + piece.stop - piece.start
+                    found[piece.want][piece.offset : end] = data[
+                        piece.start - chunk.start : piece.stop - chunk.start
+                    ]
+        return found
+
+    def _kept_chunk(self, file: int, chunk: ChunkRead) -> memoryview:
+        """A whole chunk, verified; from memory if it was among the last."""
+        key = file, chunk.index
+        data = self._kept.pop(key, None)
+        if data is None:
+            data = memoryview(bytearray(chunk.stop - chunk.start))
+            whole = replace(chunk, pieces=(Piece(chunk.start, chunk.stop, 0, 0),))
+            self._read_chunk(file, whole, self._digests_of(file)[chunk.index], [data])
+        self._kept[key] = data
+        if len(self._kept) > _KEPT_CHUNKS:
+            del self._kept[next(iter(self._kept))]
+        return data
 
     def _place(self, rank: int, kind: str, unit: int) -> tuple[int, int]:
         entry = self.contents(rank).by_name[tensor_name(kind, unit)]
