@@ -65,15 +65,15 @@ class CheckpointError(ZeroError):
 
 
 class DamagedError(CheckpointError):
-    """Bytes [start, stop) of a checkpoint's file are not those that were written, or are gone.
+    """A checkpoint's file is not what was written, is gone, or is of another format.
 
-    file  path within the checkpoints' folder
+    file         where it is
+    start, stop  its bytes that are concerned
+    what         is wrong with them
     """
 
     def __init__(self, file: str, start: int, stop: int, what: str) -> None:
-        super().__init__(
-            f"{file}, bytes {start} to {stop}: {what}; the checkpoint is damaged: load an older one"
-        )
+        super().__init__(f"{file}, bytes {start} to {stop}: {what}")
         self.file, self.start, self.stop, self.what = file, start, stop, what
 
     def __reduce__(self) -> tuple[type["DamagedError"], tuple[str, int, int, str]]:

@@ -5,15 +5,14 @@ Reads verified bytes through `reading`, a few megabytes at a time. Knows neither
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import item_bytes, kind_dtype, kinds_of
-from zero_core.checkpoint.manifest import Manifest
-from zero_core.checkpoint.reading import Reader, Want, segments, wants_of
+from zero_core.checkpoint.manifest import Manifest, Place
+from zero_core.checkpoint.reading import Reader, Want, read_manifest, segments, wants_of
 from zero_core.checkpoint.store import open_store
 from zero_core.errors import CheckpointError, DamagedError
 from zero_core.layout import Slot
@@ -49,37 +48,36 @@ class Difference:
     largest: float | None = None
 
 
-def verify(folder: str | Path) -> list[Damage]:
+def verify(folder: Place) -> list[Damage]:
     """Read a whole checkpoint and say what is wrong with it; nothing, if the list is empty."""
     store = open_store(folder)
     try:
-        manifest = manifests.parse(store, "")
-    except (CheckpointError, OSError) as error:
-        return [Damage(manifests.MANIFEST, 0, store.size(manifests.MANIFEST) or 0, str(error))]
-    reader = Reader(store, "", manifest)
+        manifest, _ = read_manifest(store, sizes=False)
+    except DamagedError as error:
+        return [Damage(manifests.MANIFEST, error.start, error.stop, error.what)]
+    reader = Reader(store, manifest)
     found = []
-    for file in range(manifest.world_size + 1):
-        path, expected = reader.path(file), reader.contents(file).file_bytes
-        size = store.size(path)
+    for file, (expected, _) in enumerate(manifest.files):
+        name = reader.name(file)
+        size = store.size(name)
         if size is None:
-            found.append(Damage(path, 0, expected, "the file is missing"))
+            found.append(Damage(name, 0, expected, "the file is missing"))
             continue
         if size > expected:
-            found.append(Damage(path, expected, size, f"{size - expected} bytes too many"))
-        found += [Damage(e.file, e.start, e.stop, e.what) for e in reader.damage(file)]
+            found.append(Damage(name, expected, size, f"{size - expected} bytes too many"))
+        found += [Damage(name, error.start, error.stop, error.what) for error in reader.damage(file)]
     return found
 
 
-def dry_run(folder: str | Path, world_size: int, *, stage: int | None = None) -> list[int]:
+def dry_run(folder: Place, world_size: int, *, stage: int | None = None) -> list[int]:
     """The bytes that each rank of a group of `world_size` would read from the tensor files to load it.
 
     stage  of that group; None: as it was saved
     """
     if world_size < 1:
         raise CheckpointError(f"world_size {world_size} must be at least 1")
-    store = open_store(folder)
-    manifest = manifests.read(folder)
-    reader, layout = Reader(store, "", manifest), manifest.layout.at(world_size)
+    reader = Reader(folder)
+    manifest, layout = reader.manifest, reader.manifest.layout.at(world_size)
     stage = manifest.stage if stage is None else stage
     _, buffers = reader.plan_buffers()
     found = []
@@ -89,12 +87,12 @@ def dry_run(folder: str | Path, world_size: int, *, stage: int | None = None) ->
     return found
 
 
-def diff(a: str | Path, b: str | Path) -> list[Difference]:
+def diff(a: Place, b: Place) -> list[Difference]:
     """Where two checkpoints differ in what they hold, whatever N, stage and units they were saved with.
 
     Raises DamagedError where one of them is damaged.
     """
-    first, second = _opened(a), _opened(b)
+    first, second = Reader(a), Reader(b)
     places = _places(first.manifest), _places(second.manifest)
     found: list[Difference] = []
     for name in [*places[0], *(n for n in places[1] if n not in places[0])]:
@@ -102,14 +100,10 @@ def diff(a: str | Path, b: str | Path) -> list[Difference]:
     return [*found, *_compared_buffers(first, second)]
 
 
-def _opened(folder: str | Path) -> Reader:
-    return Reader(open_store(folder), "", manifests.read(folder))
+_Home = tuple[int, Slot]
 
 
-_Place = tuple[int, Slot]
-
-
-def _places(manifest: Manifest) -> dict[str, _Place]:
+def _places(manifest: Manifest) -> dict[str, _Home]:
     """Of every parameter its unit and its slot in it."""
     return {
         slot.name: (index, slot) for index, unit in enumerate(manifest.layout.units) for slot in unit.slots
@@ -117,27 +111,33 @@ def _places(manifest: Manifest) -> dict[str, _Place]:
 
 
 def _compared(
-    name: str, readers: tuple[Reader, Reader], places: tuple[_Place | None, _Place | None]
+    name: str, readers: tuple[Reader, Reader], places: tuple[_Home | None, _Home | None]
 ) -> Iterator[Difference]:
     """The differences in one parameter."""
     kinds = [
-        {} if place is None else {k: kind_dtype(r.manifest, place[0], k) for k in kinds_of(r.manifest, place[0])}
+        {}
+        if place is None
+        else {k: kind_dtype(r.manifest, place[0], k) for k in kinds_of(r.manifest, place[0])}
         for r, place in zip(readers, places, strict=True)
     ]
     for kind in [*kinds[0], *(k for k in kinds[1] if k not in kinds[0])]:
-        forms = [None if kind not in k or p is None else (p[1].shape, k[kind]) for p, k in zip(places, kinds, strict=True)]
+        forms = [
+            None if kind not in k or p is None else (p[1].shape, k[kind])
+            for p, k in zip(places, kinds, strict=True)
+        ]
         mine, theirs = forms
         if mine is None or theirs is None:
             yield _one_sided(name, kind, mine, theirs)
         elif mine != theirs:
             yield _other_form(name, kind, mine, theirs)
         else:
-            assert places[0] is not None and places[1] is not None
+            assert places[0] is not None
+            assert places[1] is not None
             yield from _values(name, kind, mine[1], readers, (places[0], places[1]))
 
 
 def _values(
-    name: str, kind: str, dtype: str, readers: tuple[Reader, Reader], places: tuple[_Place, _Place]
+    name: str, kind: str, dtype: str, readers: tuple[Reader, Reader], places: tuple[_Home, _Home]
 ) -> Iterator[Difference]:
     count, largest = 0, None
     for start, stop in segments(places[0][1].numel, item_bytes(dtype)):
@@ -191,10 +191,10 @@ def _distance(a: bytearray, b: bytearray, dtype: str) -> tuple[int, float | None
     size = item_bytes(dtype)
     bits = [np.frombuffer(side, dtype=f"u{size}") for side in (a, b)]
     count = int(np.count_nonzero(bits[0] != bits[1]))
-    values = [_floats(side, dtype) for side in bits]
-    if values[0] is None or values[1] is None:
-        return count, None
     with np.errstate(invalid="ignore", over="ignore"):
+        values = [_floats(side, dtype) for side in bits]
+        if values[0] is None or values[1] is None:
+            return count, None
         gaps = np.abs(values[0] - values[1])
     return count, float(np.max(np.where(bits[0] == bits[1], 0.0, gaps)))
 

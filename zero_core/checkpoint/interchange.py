@@ -10,21 +10,21 @@ Optimizer states are no part of such a folder. Knows nothing of how checkpoints 
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from zero_core.agreement import together
-from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import MODEL, dtype_name, item_bytes, kind_dtype
+from zero_core.checkpoint.manifest import Place
 from zero_core.checkpoint.reading import Reader, Want, segments
-from zero_core.checkpoint.store import Store, open_store
+from zero_core.checkpoint.store import LocalStore, Store, open_store
 from zero_core.checkpoint.tensors import TORCH_DTYPES, bytes_of, named
 from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError, UsageError
@@ -71,41 +71,43 @@ class _Tensor:
 
 
 def export_model(
-    folder: str | Path, target: Path, *, dtype: ExportDtype = "master", max_shard_bytes: int = 5_000_000_000
-) -> list[Path]:
-    """Write the parameters and buffers of a checkpoint to `target`; returns the files, the index last.
+    folder: Place, target: Place, *, dtype: ExportDtype = "master", max_shard_bytes: int = 5_000_000_000
+) -> list[str]:
+    """Write the parameters and buffers of a checkpoint to the folder `target`; returns where the files are.
 
     dtype  of floating parameters: "master" as they are saved, fp32 for all that are trained; or one for all.
            Integers and buffers stay as they are
     max_shard_bytes  of tensors in one file; a larger tensor gets a file of its own
 
-    Some megabytes are in memory at a time. Raises CheckpointError where `target` has a model already.
+    Some megabytes are in memory at a time. Raises CheckpointError where `target` has a model already, and
+    DamagedError where the checkpoint is damaged; then nothing is left of the file that was being written.
     """
     if dtype != "master" and dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r} of an export must be 'master', {', '.join(map(repr, _DTYPES))}")
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes {max_shard_bytes} must be at least 1")
-    target.mkdir(parents=True, exist_ok=True)
-    there = sorted(path.name for path in target.iterdir() if path.name == INDEX or path.suffix == ".safetensors")
+    store, reader = open_store(target), Reader(folder)
+    there = [name for name in store.names() if name == INDEX or name.endswith(".safetensors")]
     if there:
         raise CheckpointError(f"{target} holds a model already ({there[0]}): export to another folder")
-    reader = Reader(open_store(folder), "", manifests.read(folder))
+    with suppress(FileExistsError):
+        store.make_folder("")
     shards = _shards(_tensors(reader, dtype), max_shard_bytes)
     aliases = dict(reader.manifest.aliases)
-    names = [SINGLE] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [SINGLE]
     for name, tensors in zip(names, shards, strict=True):
-        _write_shard(target / name, tensors, reader, aliases)
+        _write_shard(store, name, tensors, reader, aliases)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(t.bytes for shard in shards for t in shard), **aliases},
             "weight_map": {t.name: n for n, shard in zip(names, shards, strict=True) for t in shard},
         }
-        _write(target / INDEX, [json.dumps(index, indent=2).encode()])
+        store.write(INDEX, json.dumps(index, indent=2).encode())
         names.append(INDEX)
-    _sync_folder(target)
-    return [target / name for name in names]
+    store.sync_folder()
+    return [store.location(name) for name in names]
 
 
 def _tensors(reader: Reader, dtype: ExportDtype) -> list[_Tensor]:
@@ -133,7 +135,10 @@ def _shards(tensors: Sequence[_Tensor], most_bytes: int) -> list[list[_Tensor]]:
     return [sorted(shard, key=lambda tensor: -item_bytes(tensor.dtype)) for shard in shards]
 
 
-def _write_shard(path: Path, tensors: Sequence[_Tensor], reader: Reader, aliases: Mapping[str, str]) -> None:
+def _write_shard(
+    store: Store, name: str, tensors: Sequence[_Tensor], reader: Reader, aliases: Mapping[str, str]
+) -> None:
+    """Under another name first, where the store can rename: a file of its own name is whole."""
     kept = {tensor.name for tensor in tensors}
     tied = {other: first for other, first in aliases.items() if first in kept}
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
@@ -143,47 +148,33 @@ def _write_shard(path: Path, tensors: Sequence[_Tensor], reader: Reader, aliases
         table[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, stop]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    _write(path, _pieces(len(text).to_bytes(8, "little") + text, tensors, reader))
+    head = len(text).to_bytes(8, "little") + text
+    draft = f".{name}.part" if store.moves else name
+    store.remove(draft)  # what a killed process left
+    with store.writing(draft, len(head) + stop) as out:
+        offset = 0
+        for data in chain([memoryview(head)], _datas(tensors, reader)):
+            out.write(offset, [data])
+            offset += len(data)
+    if draft != name:
+        store.rename(draft, name)
 
 
-def _pieces(header: bytes, tensors: Sequence[_Tensor], reader: Reader) -> Iterator[bytes | bytearray | memoryview]:
-    yield header
+def _datas(tensors: Sequence[_Tensor], reader: Reader) -> Iterator[memoryview]:
+    """The bytes of all tensors, in pieces."""
     buffers = reader.fetch_buffers() if any(tensor.unit < 0 for tensor in tensors) else {}
     for tensor in tensors:
         if tensor.unit < 0:
-            yield buffers[tensor.name]
+            yield memoryview(buffers[tensor.name])
             continue
         for start, stop in segments(tensor.numel, item_bytes(tensor.saved)):
             want = Want(tensor.kind, tensor.unit, tensor.offset + start, tensor.offset + stop)
             data = reader.fetch([want])[0]
             if tensor.dtype == tensor.saved:
-                yield data
+                yield memoryview(data)
             else:
                 values = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.saved])
                 yield bytes_of(values.to(TORCH_DTYPES[tensor.dtype]))
-
-
-def _write(path: Path, pieces: "Iterator[bytes | bytearray | memoryview] | Sequence[bytes]") -> None:
-    """Under another name first: a file of its own name is whole."""
-    draft = path.with_name(f".{path.name}.part")
-    try:
-        with draft.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- import ---------------------------------------------------------------------------------------
@@ -193,6 +184,7 @@ def _sync_folder(folder: Path) -> None:
 class _Source:
     """Where a tensor lies: `start` is the byte of its file at which it begins."""
 
+    store: Store
     file: str
     dtype: str
     shape: tuple[int, ...]
@@ -200,13 +192,13 @@ class _Source:
 
 
 @torch.no_grad()
-def import_model(engine: ZeroEngine, folder: str | Path) -> None:
+def import_model(engine: ZeroEngine, folder: Place) -> None:
     """Fill the parameters and buffers of an engine that has not stepped from a folder of safetensors files.
 
-    Floating values of any dtype become fp32 masters; moments are zeros, the step is 0. A tied parameter may be
-    stored under any of its names, or under several if they agree.
+    Floating values of any dtype become fp32 masters; moments are zeros, the step is 0. A tied parameter may
+    be stored under any of its names, or under several if they agree.
 
-    Collective; every rank reads its own slices. Raises CheckpointError on every rank that names what is missing,
+    Collective; every rank reads its own slices. Raises CheckpointError on every rank, naming what is missing,
     unknown or of another shape; UsageError where the engine has stepped.
     """
     if engine.steps_done:
@@ -222,36 +214,34 @@ def import_model(engine: ZeroEngine, folder: str | Path) -> None:
     with together(engine.collectives, what, CheckpointError):
         for held in held_states(engine.optimizer.states, engine.units, whole_replicas=True):
             if held.kind in ("master", MODEL):
-                _fill(engine, store, found, held)
+                _fill(engine, found, held)
             else:
                 held.tensor.zero_()
         for name, buffer in persistent_buffers(engine.module).items():
             flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
-            _copy(store, found[name], flat, 0, buffer.numel(), name)
+            _copy(found[name], flat, 0, buffer.numel(), name)
             buffer.copy_(flat.view(buffer.shape))
     engine.filled(step=0, updates=0, gate=gate)
     engine.refresh_parameters()
 
 
-def _fill(engine: ZeroEngine, store: Store, found: Mapping[str, list[_Source]], held: HeldState) -> None:
+def _fill(engine: ZeroEngine, found: Mapping[str, list[_Source]], held: HeldState) -> None:
     """Read the parts of parameters that lie in a held range."""
     stop = held.start + held.tensor.numel()
     for slot in engine.layout.units[held.unit].slots:
         first, last = max(held.start, slot.offset), min(stop, slot.stop)
         if first < last:
             place = held.tensor[first - held.start : last - held.start]
-            _copy(store, found[slot.name], place, first - slot.offset, last - slot.offset, slot.name)
+            _copy(found[slot.name], place, first - slot.offset, last - slot.offset, slot.name)
 
 
-def _copy(
-    store: Store, sources: Sequence[_Source], place: torch.Tensor, first: int, last: int, name: str
-) -> None:
+def _copy(sources: Sequence[_Source], place: torch.Tensor, first: int, last: int, name: str) -> None:
     """Elements [first, last) of a tensor, converted; all of its copies in the files must agree."""
     item = item_bytes(sources[0].dtype)
     for start, stop in segments(last - first, item):
         datas = [bytearray((stop - start) * item) for _ in sources]
         for source, data in zip(sources, datas, strict=True):
-            store.read_into(source.file, source.start + (first + start) * item, [memoryview(data)])
+            source.store.read_into(source.file, source.start + (first + start) * item, [memoryview(data)])
         if any(data != datas[0] for data in datas[1:]):
             raise CheckpointError(f"{name} is tied, but differs under its names: tie it, or store it once")
         place[start:stop].copy_(torch.frombuffer(datas[0], dtype=TORCH_DTYPES[sources[0].dtype]))
@@ -307,23 +297,33 @@ def _sources(store: Store, folder: str) -> dict[str, _Source]:
     if SINGLE in there:
         files = [SINGLE]
     elif INDEX in there:
-        listed = _index(store.read(INDEX), folder)
+        home, name = _target(store, INDEX)
+        listed = _index(home.read(name), folder)
         files = sorted(set(listed.values()))
     else:
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}: it holds no model to import")
     found: dict[str, _Source] = {}
+    lies_in: dict[str, str] = {}
     for file in files:
         if not _SHARD.fullmatch(file) or file not in there:
             raise CheckpointError(f"{folder}: {INDEX} names {file!r}, which is no file of that folder")
-        for name, source in _header(store, file, folder).items():
+        for name, source in _header(*_target(store, file), folder).items():
             if name in found:
-                raise CheckpointError(f"{folder}: {name} is in {found[name].file} and in {file}")
-            found[name] = source
+                raise CheckpointError(f"{folder}: {name} is in {lies_in[name]} and in {file}")
+            found[name], lies_in[name] = source, file
     if listed is not None:
-        lost = sorted(name for name, file in listed.items() if name not in found or found[name].file != file)
+        lost = sorted(name for name, file in listed.items() if lies_in.get(name) != file)
         if lost:
             raise CheckpointError(f"{folder}: {lost[:5]} are not where {INDEX} says: is a file missing?")
     return found
+
+
+def _target(store: Store, file: str) -> tuple[Store, str]:
+    """What a link points to: model hubs keep files apart and link to them from the folders they show."""
+    if not isinstance(store, LocalStore):
+        return store, file
+    path = store.path(file).resolve()
+    return LocalStore(path.parent), path.name
 
 
 def _index(text: bytes, folder: str) -> dict[str, str]:
@@ -357,7 +357,7 @@ def _header(store: Store, file: str, folder: str) -> dict[str, _Source]:
                 raise ValueError(f"{name} of shape {list(shape)} in bytes {start} to {stop}")
             if 8 + count + stop > size:
                 raise ValueError(f"{name} ends at byte {stop} of {size - 8 - count}")
-            found[name] = _Source(file, entry["dtype"], shape, 8 + count + start)
+            found[name] = _Source(store, file, entry["dtype"], shape, 8 + count + start)
     except (ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
         raise CheckpointError(f"{folder}: {file} is no whole safetensors file: {error}") from error
     return found

@@ -1,22 +1,21 @@
 """Loading a checkpoint at any N and stage: every rank reads the ranges it will hold, and no others.
 
-From the two layouts a rank computes which ranges of which files it needs, and reads them into the engine's own
-tensors (`reading`). Collective: ranks agree first on what can be known early (the model, the manifest, the
-headers of all files), then after every gigabyte, so an error on one rank is soon one on all.
+From the two layouts a rank computes which ranges of which files it needs, and reads them into the engine's
+own tensors (`reading`). Collective: ranks agree first on what can be known early (the model, the manifest,
+the headers of all files), then after every gigabyte, so an error on one rank is soon one on all.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import kind_dtype
-from zero_core.checkpoint.manifest import Manifest
-from zero_core.checkpoint.reading import FileRead, Reader, Target, Want
-from zero_core.checkpoint.store import open_store
+from zero_core.checkpoint.manifest import Manifest, Place
+from zero_core.checkpoint.reading import Reader, Target, Want, read_manifest
+from zero_core.checkpoint.store import Store, open_store
 from zero_core.checkpoint.tensors import TORCH_DTYPES, bytes_of, named
 from zero_core.collectives import Collectives
 from zero_core.engine import ZeroEngine
@@ -44,54 +43,69 @@ class Loaded:
     skipped: tuple[tuple[str, str], ...]
 
 
-def load(engine: ZeroEngine, folder: str | Path, *, cast: bool = False) -> dict[str, Any]:
+def load(engine: ZeroEngine, folder: Place, *, cast: bool = False) -> dict[str, Any]:
     """Fill the engine with the state in `folder`, whatever N and stage wrote it; returns `extra`.
 
     folder  a path, or a URI of a remote store
-    cast    whether the engine may run in another precision than the one that was saved in. Masters and moments
-            are fp32 in each and stay exact; frozen parameters and buffers are rounded
+    cast    whether the engine may run in another precision than the one that was saved in. Masters and
+            moments are fp32 in each and stay exact; frozen parameters and buffers are rounded
 
-    Collective. Raises CheckpointError on every rank if any rank cannot read what it needs, or if the checkpoint
-    is of another model or precision, or of an optimizer that keeps other states; DamagedError where bytes are
-    not those that were written. After an error in mid-reading the engine holds no state.
+    Collective. Raises CheckpointError on every rank if any rank cannot read what it needs, or if the
+    checkpoint is of another model or precision, or of an optimizer that keeps other states; DamagedError
+    where bytes are not those that were written. After an error in mid-reading the engine holds no state.
     """
     return dict(_load(engine, folder, cast=cast).extra)
 
 
 def load_newest(
-    engine: ZeroEngine, root: str | Path, *, not_after: int | None = None, cast: bool = False
+    engine: ZeroEngine, root: Place, *, not_after: int | None = None, cast: bool = False
 ) -> Loaded:
     """Fill the engine with the newest checkpoint under `root` that can be read, down to the last bit.
 
     not_after  no checkpoint of a later step
 
-    Collective: all ranks load the same one. One that is damaged for any rank is passed over, and `skipped` says
-    so; one of another model or precision is an error, as it is for `load`. Raises CheckpointError on every
-    rank where none is left.
+    Collective: all ranks load the same one. One that is damaged for any rank is passed over, and `skipped`
+    says so; one of another model or precision is an error, as it is for `load`. Raises CheckpointError on
+    every rank where none is left.
     """
-    names = [] if engine.rank else manifests.candidates(root, not_after=not_after)
+    store = open_store(root)
     skipped: list[tuple[str, str]] = []
-    for name in engine.collectives.gather_objects(names)[0]:
-        location = manifests.join(root, name)
+    for name in engine.collectives.gather_objects(_candidates(engine, store, not_after))[0]:
+        location = store.location(name)
         try:
-            manifest = _load(engine, location, cast=cast)
+            manifest = _load(engine, location, cast=cast, name=name)
         except DamagedError as error:
             skipped.append((name, str(error)))
             continue
         extra = dict(manifest.extra)
-        return Loaded(manifest.step, manifest.generation, str(location), extra, tuple(skipped))
+        return Loaded(manifest.step, manifest.generation, location, extra, tuple(skipped))
     limit = "" if not_after is None else f" of step {not_after} or before"
     reasons = "".join(f"\n  {name}: {why}" for name, why in skipped)
     raise CheckpointError(
-        f"{root} has no checkpoint{limit} that can be read{reasons or ': it has none'}; begin anew, or restore one"
+        f"{root} has no checkpoint{limit} that can be read{reasons or ': it has none'}; begin anew, or "
+        "restore one"
     )
 
 
-def _load(engine: ZeroEngine, folder: str | Path, *, cast: bool) -> Manifest:
+def _candidates(engine: ZeroEngine, store: Store, not_after: int | None) -> list[str]:
+    """On rank 0 the names of all committed checkpoints, whole or not, the newest first."""
+    if engine.rank:
+        return []
+    found = {
+        parsed: name
+        for name in store.names()
+        if (parsed := manifests.parse_name(name)) is not None
+        and (not_after is None or parsed[0] <= not_after)
+        and store.size(f"{name}/{manifests.MANIFEST}") is not None
+    }
+    return [found[parsed] for parsed in sorted(found, reverse=True)]
+
+
+def _load(engine: ZeroEngine, folder: Place, *, cast: bool, name: str | None = None) -> Manifest:
     engine.collectives.fence()  # a slower rank may still gather what is about to be written
     what, begun, failure = f"loading {folder}", None, None
     try:
-        begun = _Loading(engine, folder, cast=cast)
+        begun = _Loading(engine, folder, cast=cast, name=name)
     except Exception as error:
         failure = error
     rows = _agree(engine.collectives, what, failure, begun.account() if begun else (0.0, 0.0))
@@ -105,8 +119,7 @@ def _load(engine: ZeroEngine, folder: str | Path, *, cast: bool) -> Manifest:
     gate = manifest.loss_scale
     if gate is None and engine.config.precision != manifest.precision:
         gate = engine.gate.state_dict()
-    updates = manifest.step if manifest.updates is None else manifest.updates
-    engine.filled(step=manifest.step, updates=updates, gate=gate)
+    engine.filled(step=manifest.step, updates=manifest.updates, gate=gate)
     engine.refresh_parameters()
     return manifest
 
@@ -114,11 +127,15 @@ def _load(engine: ZeroEngine, folder: str | Path, *, cast: bool) -> Manifest:
 class _Loading:
     """One rank's part of a load. Building it finds out, without writing anything, whether it can work."""
 
-    def __init__(self, engine: ZeroEngine, folder: str | Path, *, cast: bool) -> None:
+    def __init__(self, engine: ZeroEngine, folder: Place, *, cast: bool, name: str | None) -> None:
         self._collectives, self._what = engine.collectives, f"loading {folder}"
-        self.manifest = _manifest(folder)
+        self.manifest, self._digest = read_manifest(folder, sizes=engine.rank == 0)
+        says = manifests.folder_name(self.manifest.step, self.manifest.generation)
+        if name not in (None, says):
+            file = f"{folder}/{manifests.MANIFEST}"
+            raise DamagedError(file, 0, 0, f"says that it is {says}: a copy under another name")
         _check_same_model(engine, self.manifest, str(folder), cast=cast)
-        self._reader = Reader(open_store(folder), "", self.manifest)
+        self._reader = Reader(folder, self.manifest)
         held = list(held_states(engine.optimizer.states, engine.units, whole_replicas=True))
         wants = [Want(h.kind, h.unit, h.start, h.start + h.tensor.numel()) for h in held]
         self._targets = [_target(self.manifest, one) for one in held]
@@ -134,7 +151,7 @@ class _Loading:
 
     def account(self) -> tuple[float, float]:
         """A number that stands for the manifest, and the bytes that will be read."""
-        return float(int(self.manifest.digest[:12], 16)), float(self._bytes)
+        return float(int(self._digest[:12], 16)), float(self._bytes)
 
     @property
     def _bytes(self) -> int:
@@ -184,16 +201,6 @@ def _reason(failure: Exception | None) -> Any:
     if isinstance(failure, DamagedError):
         return failure.file, failure.start, failure.stop, failure.what
     return str(failure) if isinstance(failure, CheckpointError) else repr(failure)
-
-
-def _manifest(folder: str | Path) -> Manifest:
-    """The manifest of a checkpoint; what is wrong with it is damage."""
-    try:
-        return manifests.read(folder)
-    except DamagedError:
-        raise
-    except (CheckpointError, OSError) as error:
-        raise DamagedError(str(manifests.join(folder, manifests.MANIFEST)), 0, 0, str(error)) from error
 
 
 def _target(manifest: Manifest, held: HeldState) -> Target:

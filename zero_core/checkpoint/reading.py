@@ -17,24 +17,31 @@ from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
     CHUNK_BYTES,
     Contents,
+    buffer_contents,
     digest,
     digests_in,
     item_bytes,
     kind_dtype,
     kinds_of,
+    rank_contents,
     tensor_name,
 )
-from zero_core.checkpoint.manifest import Manifest
-from zero_core.checkpoint.store import Store
+from zero_core.checkpoint.manifest import Manifest, Place
+from zero_core.checkpoint.store import open_store
 from zero_core.errors import CheckpointError, DamagedError
 from zero_core.layout import Layout, pulls
 
 Target: TypeAlias = "memoryview | Callable[[int, memoryview], None]"
-"""Where a want goes: bytes that are read into directly, or a function that takes (byte offset, verified bytes)
-and copies them: the memory is used again."""
+"""Where a want goes: bytes that are read into directly, or a function that takes (byte offset, verified
+bytes) and copies them: the memory is used again."""
 
 _SEGMENT_BYTES = 16 * CHUNK_BYTES
 """What is in memory at a time where all of a checkpoint is gone through."""
+
+_CHUNKS_OF_A_REQUEST = 8
+"""Neighbouring chunks that are asked of a remote store together."""
+
+_OTHER = "not what was written: the checkpoint is damaged, load an older one"
 
 _KEPT_CHUNKS = 16
 """Chunks that `Reader.fetch` keeps."""
@@ -154,31 +161,52 @@ def _chunk(index: int, pieces: list[Piece], chunk_bytes: int, data_bytes: int) -
     return ChunkRead(index, start, min(start + chunk_bytes, data_bytes), tuple(pieces))
 
 
+def read_manifest(folder: Place, *, sizes: bool = True) -> tuple[Manifest, str]:
+    """The manifest of a committed checkpoint, and the digest of its file.
+
+    sizes  whether to see that all files are there in their sizes: once is enough for all ranks
+
+    Raises DamagedError.
+    """
+    store = open_store(folder)
+    text = b""
+    try:
+        text = store.read(manifests.MANIFEST)
+        if sizes:
+            return manifests.read(store), digest(text)
+        return Manifest.from_json(text.decode(), store.location(manifests.MANIFEST)), digest(text)
+    except (OSError, CheckpointError, UnicodeDecodeError) as error:
+        raise DamagedError(store.location(manifests.MANIFEST), 0, len(text), str(error)) from error
+
+
 class Reader:
     """Reads ranges of one committed checkpoint, verified.
 
-    store, folder  where it is; the folder relative to the store's root
-    manifest       read, and so verified, before
+    folder    of the checkpoint
+    manifest  what it says of itself; None: to be read
     """
 
-    def __init__(self, store: Store, folder: str, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._store = store
-        self._folder = folder
+    def __init__(self, folder: Place, manifest: Manifest | None = None) -> None:
+        self._store = open_store(folder)
+        self.manifest = read_manifest(self._store)[0] if manifest is None else manifest
         self._contents: dict[int, Contents] = {}
         self._digests: dict[int, tuple[str, ...]] = {}
         self._kept: dict[tuple[int, int], memoryview] = {}
-        self._scratch = memoryview(bytearray(CHUNK_BYTES))
+        # Each request to a remote store waits for its answer; on this machine chunks stay in the cache.
+        self._at_once = 1 if self._store.moves else _CHUNKS_OF_A_REQUEST
+        self._scratch = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(self._at_once)]
 
-    def path(self, file: int) -> str:
-        """Of a file by its number, as the store takes it and messages name it."""
-        name = manifests.file_name(self.manifest, file)
-        return f"{self._folder}/{name}" if self._folder else name
+    def name(self, file: int) -> str:
+        """Of a file by its number."""
+        return manifests.shard_name(file) if file < self.manifest.world_size else manifests.BUFFERS
 
     def contents(self, file: int) -> Contents:
         """What lies where in a file."""
         if file not in self._contents:
-            self._contents[file] = manifests.contents(self.manifest, file)
+            buffers = file == self.manifest.world_size
+            self._contents[file] = (
+                buffer_contents(self.manifest.buffers) if buffers else rank_contents(self.manifest, file)
+            )
         return self._contents[file]
 
     def plan(self, wants: Sequence[Want]) -> list[FileRead]:
@@ -220,7 +248,7 @@ class Reader:
             self._digests_of(read.file)
 
     def read(self, reads: Sequence[FileRead], targets: Sequence[Target]) -> Iterator[int]:
-        """Carry a plan out; yields the bytes of each chunk once they are verified and in their targets.
+        """Carry a plan out; yields bytes read, once they are verified and in their targets.
 
         targets  of each want, in order: of just its bytes, or a function
 
@@ -228,9 +256,9 @@ class Reader:
         """
         for read in reads:
             digests = self._digests_of(read.file)
-            for chunk in read.chunks:
-                self._read_chunk(read.file, chunk, digests[chunk.index], targets)
-                yield chunk.stop - chunk.start
+            for chunks in _neighbours(read.chunks, self._at_once):
+                self._read_chunks(read.file, chunks, digests, targets)
+                yield sum(chunk.stop - chunk.start for chunk in chunks)
 
     def damage(self, file: int) -> Iterator[DamagedError]:
         """Read a whole file; yields what is wrong with it, chunk by chunk."""
@@ -241,7 +269,7 @@ class Reader:
             return
         for chunk in self.plan_whole(file).chunks:
             try:
-                self._read_chunk(file, chunk, digests[chunk.index], ())
+                self._read_chunks(file, [chunk], digests, ())
             except DamagedError as error:
                 yield error
 
@@ -264,7 +292,7 @@ class Reader:
         if data is None:
             data = memoryview(bytearray(chunk.stop - chunk.start))
             whole = replace(chunk, pieces=(Piece(chunk.start, chunk.stop, 0, 0),))
-            self._read_chunk(file, whole, self._digests_of(file)[chunk.index], [data])
+            self._read_chunks(file, [whole], self._digests_of(file), [data])
         self._kept[key] = data
         if len(self._kept) > _KEPT_CHUNKS:
             del self._kept[next(iter(self._kept))]
@@ -284,33 +312,54 @@ class Reader:
             contents = self.contents(file)
             head = bytearray(contents.header_bytes)
             self._fill(file, 0, [memoryview(head)], len(head))
-            if digest(head) != manifests.header_digest(self.manifest, file):
-                raise DamagedError(self.path(file), 0, len(head), "the header is not the one written")
+            if digest(head) != self.manifest.files[file][1]:
+                raise self._damaged(file, 0, len(head), f"the header is {_OTHER}")
             try:
                 self._digests[file] = digests_in(bytes(head), contents)
             except CheckpointError as error:
-                raise DamagedError(self.path(file), 0, len(head), str(error)) from error
+                raise self._damaged(file, 0, len(head), str(error)) from error
         return self._digests[file]
 
     def _fill(self, file: int, offset: int, buffers: Sequence[memoryview], size: int) -> None:
         try:
-            self._store.read_into(self.path(file), offset, buffers)
+            self._store.read_into(self.name(file), offset, buffers)
         except (OSError, CheckpointError) as error:
-            raise DamagedError(self.path(file), offset, offset + size, f"cannot be read: {error}") from error
+            raise self._damaged(file, offset, offset + size, f"cannot be read: {error}") from error
 
-    def _read_chunk(self, file: int, chunk: ChunkRead, wanted: str, targets: Sequence[Target]) -> None:
-        buffers, copies = _buffers(chunk, targets, self._scratch)
-        begin = self.contents(file).header_bytes + chunk.start
-        size = chunk.stop - chunk.start
-        self._fill(file, begin, buffers, size)
-        if digest(*buffers) != wanted:
-            raise DamagedError(self.path(file), begin, begin + size, "the bytes are not those written")
-        for piece, view in copies:
-            target = targets[piece.want]
-            if isinstance(target, memoryview):
-                target[piece.offset : piece.offset + len(view)] = view
-            else:
-                target(piece.offset, view)
+    def _damaged(self, file: int, start: int, stop: int, what: str) -> DamagedError:
+        return DamagedError(self._store.location(self.name(file)), start, stop, what)
+
+    def _read_chunks(
+        self, file: int, chunks: Sequence[ChunkRead], digests: Sequence[str], targets: Sequence[Target]
+    ) -> None:
+        """Read neighbouring chunks at once, and verify each before any of it is copied on."""
+        memory = [
+            _buffers(chunk, targets, scratch)
+            for chunk, scratch in zip(chunks, self._scratch[: len(chunks)], strict=True)
+        ]
+        begin, size = self.contents(file).header_bytes, chunks[-1].stop - chunks[0].start
+        self._fill(file, begin + chunks[0].start, [b for buffers, _ in memory for b in buffers], size)
+        for chunk, (buffers, copies) in zip(chunks, memory, strict=True):
+            if digest(*buffers) != digests[chunk.index]:
+                raise self._damaged(file, begin + chunk.start, begin + chunk.stop, f"the bytes are {_OTHER}")
+            for piece, view in copies:
+                target = targets[piece.want]
+                if isinstance(target, memoryview):
+                    target[piece.offset : piece.offset + len(view)] = view
+                else:
+                    target(piece.offset, view)
+
+
+def _neighbours(chunks: Sequence[ChunkRead], most: int) -> Iterator[list[ChunkRead]]:
+    """Chunks that follow each other in the file, so many at most together."""
+    run = list[ChunkRead]()
+    for chunk in chunks:
+        if run and (len(run) == most or chunk.index != run[-1].index + 1):
+            yield run
+            run = []
+        run.append(chunk)
+    if run:
+        yield run
 
 
 def _buffers(

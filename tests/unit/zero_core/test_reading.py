@@ -1,32 +1,29 @@
 """What is read of a checkpoint: every wanted byte once, few others, each chunk once and verified."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_core.checkpoint.container import MODEL, item_bytes, kinds_of, rank_contents, tensor_name
-from zero_core.checkpoint.reading import ChunkRead, Want, chunk_reads, plan
+from tests.unit.zero_core.written import States, data_of, make, random_states, write
+from zero_core.checkpoint.container import CHUNK_BYTES, item_bytes, kind_dtype, rank_contents, tensor_name
+from zero_core.checkpoint.manifest import Manifest
+from zero_core.checkpoint.reading import ChunkRead, FileRead, Piece, Reader, Want, chunk_reads, plan, wants_of
+from zero_core.checkpoint.store import LocalStore
+from zero_core.errors import DamagedError
 from zero_core.layout import Layout, ParameterSpec, build_layout, module_units
 
 KINDS = ("master", "momentum", "variance")
 PRIMES = (1, 2, 3, 7, 13, 31, 61, 127, 251)
 
 
-@dataclass(frozen=True)
-class Described:
-    layout: Layout
-    kinds: tuple[str, ...] = KINDS
-    precision: str = "bf16"
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """0-d, empty and prime sizes, trained and frozen, a table of integers; often fewer elements than ranks."""
+    """0-d, empty and prime sizes, trained and frozen, integers; often fewer elements than ranks."""
     parameters = []
     for index in range(draw(st.integers(1, 7))):
         shape = draw(st.one_of(st.just(()), st.just((0, 3)), st.sampled_from(PRIMES).map(lambda n: (n,))))
@@ -38,48 +35,19 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-def wants_of(described: Described, rank: int) -> list[Want]:
-    """What a rank of `described.layout` will hold."""
-    layout = described.layout
-    return [
-        Want(kind, unit, *layout.owned(unit, rank))
-        for unit in range(len(layout.units))
-        for kind in kinds_of(described, unit)
-    ]
+def at(layout: Layout, world_size: int, kinds: tuple[str, ...] = KINDS) -> Manifest:
+    return make(layout.at(world_size), kinds=kinds)
 
 
-def item(described: Described, kind: str, unit: int) -> int:
-    if kind != MODEL:
-        return 4
-    return {"compute": 2, "uint8": 1, "int64": 8}[described.layout.units[unit].dtype]
+def item(manifest: Manifest, kind: str, unit: int) -> int:
+    return item_bytes(kind_dtype(manifest, unit, kind))
 
 
-def whole(described: Described) -> dict[tuple[str, int], bytes]:
-    """Bytes of every kind of every unit, all of them different from their neighbours."""
-    rng = np.random.default_rng(5)
-    return {
-        (kind, unit): rng.bytes(described.layout.units[unit].numel * item(described, kind, unit))
-        for unit in range(len(described.layout.units))
-        for kind in kinds_of(described, unit)
-    }
+def files(manifest: Manifest, states: States) -> list[bytes]:
+    return [data_of(manifest, states, rank) for rank in range(manifest.world_size)]
 
 
-def files(described: Described, states: dict[tuple[str, int], bytes]) -> list[bytes]:
-    """The data sections of all ranks' files."""
-    found = []
-    for rank in range(described.layout.world_size):
-        data = b""
-        for entry in rank_contents(described, rank).entries:
-            kind, _, unit = entry.name.partition("/")
-            start, stop = described.layout.owned(int(unit), rank)
-            size = item_bytes(entry.dtype)
-            assert entry.start == len(data)
-            data += states[kind, int(unit)][start * size : stop * size]
-        found.append(data)
-    return found
-
-
-def carry_out(old: Described, wants: Sequence[Want], data: Sequence[bytes], chunk_bytes: int) -> list[bytes]:
+def carry_out(old: Manifest, wants: Sequence[Want], data: Sequence[bytes], chunk_bytes: int) -> list[bytes]:
     """What the plan brings, with all that must hold of it checked on the way."""
     entries = [rank_contents(old, rank).by_name for rank in range(old.layout.world_size)]
 
@@ -111,14 +79,14 @@ def carry_out(old: Described, wants: Sequence[Want], data: Sequence[bytes], chun
 @given(layouts(), st.sampled_from([8, 24, 64, 1 << 22]))
 def test_every_rank_of_any_m_gets_its_bytes_from_any_n_each_once(layout: Layout, chunk_bytes: int) -> None:
     """K3, K4, K5: all (N, M) in 1..9 squared; prime totals, longer tails, empty and 0-d parameters."""
-    states = whole(Described(layout))
+    states = random_states(at(layout, 1))
     for n in range(1, 10):
-        old = Described(layout.at(n))
+        old = at(layout, n)
         data = files(old, states)
         for m in range(1, 10):
-            new = Described(layout.at(m))
+            new = layout.at(m)
             for rank in range(m):
-                wants = wants_of(new, rank)
+                wants = wants_of(old, new, stage=3, rank=rank)
                 for want, got in zip(wants, carry_out(old, wants, data, chunk_bytes), strict=True):
                     size = item(old, want.kind, want.unit)
                     expected = states[want.kind, want.unit][want.start * size : want.stop * size]
@@ -128,8 +96,8 @@ def test_every_rank_of_any_m_gets_its_bytes_from_any_n_each_once(layout: Layout,
 @settings(max_examples=60, deadline=None)
 @given(layouts(), st.integers(1, 9), st.sampled_from([8, 64]), st.data())
 def test_any_ranges_are_read_exactly(layout: Layout, n: int, chunk_bytes: int, data: st.DataObject) -> None:
-    old = Described(layout.at(n))
-    states = whole(old)
+    old = at(layout, n)
+    states = random_states(old)
     wants = []
     for kind, unit in states:
         stop = data.draw(st.integers(0, layout.units[unit].numel))
@@ -139,13 +107,14 @@ def test_any_ranges_are_read_exactly(layout: Layout, n: int, chunk_bytes: int, d
         assert got == states[want.kind, want.unit][want.start * size : want.stop * size]
 
 
-@pytest.mark.parametrize("m", [1, 2, 1023, 2047, 2048, 4096])
+@pytest.mark.parametrize("m", [64, 1023, 2047, 2048, 4096])
 def test_planning_takes_as_much_as_is_read_whatever_n(m: int) -> None:
     """K14 (PyTorch 163548): counted, not timed: one question for each piece, and few pieces."""
     parameters = [ParameterSpec(f"blocks.{i // 10}.p{i}", (1009, 1 + i % 97)) for i in range(1000)]
     units = module_units({f"blocks.{block}" for block in range(100)})
     layout = build_layout(parameters, units, tile=64, world_size=2048)
-    new = Described(layout.at(m))
+    new = layout.at(m)
+    manifest = at(layout, 2048)
     asked: list[int] = []
 
     def place(rank: int, kind: str, unit: int) -> tuple[int, int]:
@@ -155,7 +124,7 @@ def test_planning_takes_as_much_as_is_read_whatever_n(m: int) -> None:
 
     for rank in {0, m // 2, m - 1}:
         asked.clear()
-        wants = wants_of(new, rank)
+        wants = wants_of(manifest, new, stage=3, rank=rank)
         found = plan(layout, wants, place)
         chunks = sum(len(list(chunk_reads(pieces, 1 << 22, 1 << 60))) for pieces in found.values())
         # Each range of a unit touches the owners it overlaps and no other.
@@ -169,12 +138,84 @@ def test_planning_takes_as_much_as_is_read_whatever_n(m: int) -> None:
 
 
 def test_a_piece_of_many_chunks_touches_each_once() -> None:
-    old = Described(
-        build_layout([ParameterSpec("w", (1000,))], lambda _: "", tile=1, world_size=1), ("master",)
-    )
-    found = plan(old.layout, [Want("master", 0, 3, 990)], lambda *_: (0, 4))
+    layout = build_layout([ParameterSpec("w", (1000,))], lambda _: "", tile=1, world_size=1)
+    found = plan(layout, [Want("master", 0, 3, 990)], lambda *_: (0, 4))
     chunks = list(chunk_reads(found[0], 64, 4000))
     assert [chunk.index for chunk in chunks] == list(range(62))
     assert (chunks[0].start, chunks[0].stop, chunks[0].pieces[0].start) == (0, 64, 12)
     assert chunks[-1].stop == 3968
     assert chunks[-1].pieces[0].stop == 3960
+
+
+class Counting(LocalStore):
+    """Notes every read: file, first byte, bytes."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        self.reads.append((path, offset, sum(map(len, buffers))))
+        super().read_into(path, offset, buffers)
+
+
+def big(root: Path, n: int) -> tuple[Path, Manifest, States]:
+    """About three chunks for each rank at n = 3, prime sizes."""
+    parameters = [
+        ParameterSpec(f"p{i}", (numel,)) for i, numel in enumerate((1_000_003, 3_000_017, 1, 250_007))
+    ]
+    layout = build_layout(parameters, lambda name: name, tile=64, world_size=n)
+    manifest = make(layout, kinds=("master", "momentum"))
+    states = random_states(manifest)
+    return write(root, manifest, states), manifest, states
+
+
+@pytest.mark.parametrize(("n", "m"), [(3, 3), (3, 2), (2, 5), (1, 4)])
+def test_a_reader_reads_straight_into_targets_each_chunk_once(tmp_path: Path, n: int, m: int) -> None:
+    """K5: no more than the slice, the headers and the chunks that ranges begin and end in."""
+    folder, manifest, states = big(tmp_path, n)
+    for rank in range(m):
+        store = Counting(folder)
+        reader = Reader(store)
+        wants = wants_of(manifest, manifest.layout.at(m), stage=1, rank=rank)
+        targets = [bytearray(4 * (want.stop - want.start)) for want in wants]
+        reads = reader.plan(wants)
+        told = sum(reader.read(reads, [memoryview(target) for target in targets]))
+        for want, target in zip(wants, targets, strict=True):
+            assert target == states[want.kind, want.unit][4 * want.start : 4 * want.stop]
+        heads = sum(reader.contents(read.file).header_bytes for read in reads)
+        assert sum(size for _, _, size in store.reads) == told + heads
+        assert len(set(store.reads)) == len(store.reads)
+        ranges = sum(1 + sum(a.stop != b.start for a, b in pairwise(_pieces(read))) for read in reads)
+        assert told <= sum(map(len, targets)) + 2 * CHUNK_BYTES * ranges
+        if n == m:
+            assert told == sum(map(len, targets)), "its own file, and no byte more"
+
+
+def _pieces(read: FileRead) -> list[Piece]:
+    return [piece for chunk in read.chunks for piece in chunk.pieces]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_functions_and_many_small_pieces_get_verified_bytes(tmp_path: Path, remote: bool) -> None:
+    folder, manifest, states = big(tmp_path, 2)
+    wants = [Want("master", 1, 7 * i, 7 * i + 3) for i in range(300)] + [Want("momentum", 1, 10, 2_900_000)]
+    found = [bytearray(4 * (want.stop - want.start)) for want in wants]
+
+    def put(offset: int, view: memoryview) -> None:
+        assert offset % 4 == len(view) % 4 == 0, "whole elements"
+        found[-1][offset : offset + len(view)] = view
+
+    reader = Reader(f"file://{folder}" if remote else folder, manifest=None)
+    targets = [*(memoryview(target) for target in found[:-1]), put]
+    assert sum(reader.read(reader.plan(wants), targets)) > 0
+    for want, target in zip(wants, found, strict=True):
+        assert target == states[want.kind, want.unit][4 * want.start : 4 * want.stop]
+    path = folder / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    reader = Reader(folder, manifest=reader.manifest)
+    numel = manifest.layout.units[3].numel
+    with pytest.raises(DamagedError, match=r"rank-00001.safetensors, bytes .* not what was written"):
+        reader.fetch([Want("momentum", 3, numel - 1, numel)])
