@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
+import numpy as np
+
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
     CHUNK_BYTES,
+    MODEL,
     Contents,
     buffer_contents,
     digest,
@@ -24,7 +27,6 @@ from zero_core.checkpoint.container import (
     kind_dtype,
     kinds_of,
     rank_contents,
-    tensor_name,
 )
 from zero_core.checkpoint.manifest import Manifest, Place
 from zero_core.checkpoint.store import open_store
@@ -115,9 +117,10 @@ def plan(
     """
     found: dict[int, list[Piece]] = {}
     for number, want in enumerate(wants):
+        chunk = layout.chunk(want.unit)
         for move in pulls(layout, unit=want.unit, start=want.start, stop=want.stop):
             begin, item = place(move.source, want.kind, want.unit)
-            first = layout.owned(want.unit, move.source)[0]
+            first = move.source * chunk
             found.setdefault(move.source, []).append(
                 Piece(
                     begin + (move.start - first) * item,
@@ -161,6 +164,40 @@ def _chunk(index: int, pieces: list[Piece], chunk_bytes: int, data_bytes: int) -
     return ChunkRead(index, start, min(start + chunk_bytes, data_bytes), tuple(pieces))
 
 
+class Places:
+    """Where parts lie in the data sections of ranks' files: as `rank_contents` says, but for many ranks."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        layout = manifest.layout
+        parts = [
+            (kind, index, item_bytes(kind_dtype(manifest, index, kind)))
+            for kind in (*manifest.kinds, MODEL)
+            for index in range(len(layout.units))
+            if kind in kinds_of(manifest, index)
+        ]
+        parts.sort(key=lambda part: -part[2])
+        self._numbers = {(kind, unit): number for number, (kind, unit, _) in enumerate(parts)}
+        self._items = [item for _, _, item in parts]
+        self._bytes = np.array([layout.units[unit].numel * item for _, unit, item in parts], dtype=np.int64)
+        self._cuts = np.array([layout.chunk(unit) * item for _, unit, item in parts], dtype=np.int64)
+        self._starts: dict[int, list[int]] = {}
+
+    def __call__(self, rank: int, kind: str, unit: int) -> tuple[int, int]:
+        """The byte at which a rank's part begins, and the bytes of one element."""
+        number = self._numbers[kind, unit]
+        return self._of(rank)[number], self._items[number]
+
+    def data_bytes(self, rank: int) -> int:
+        return self._of(rank)[-1]
+
+    def _of(self, rank: int) -> list[int]:
+        """Where each part begins, and where the last one ends."""
+        if rank not in self._starts:
+            owned = np.clip(self._bytes - rank * self._cuts, 0, self._cuts)
+            self._starts[rank] = [0, *np.cumsum(owned).tolist()]
+        return self._starts[rank]
+
+
 def read_manifest(folder: Place, *, sizes: bool = True) -> tuple[Manifest, str]:
     """The manifest of a committed checkpoint, and the digest of its file.
 
@@ -189,6 +226,7 @@ class Reader:
     def __init__(self, folder: Place, manifest: Manifest | None = None) -> None:
         self._store = open_store(folder)
         self.manifest = read_manifest(self._store)[0] if manifest is None else manifest
+        self._places = Places(self.manifest)
         self._contents: dict[int, Contents] = {}
         self._digests: dict[int, tuple[str, ...]] = {}
         self._kept: dict[tuple[int, int], memoryview] = {}
@@ -211,7 +249,7 @@ class Reader:
 
     def plan(self, wants: Sequence[Want]) -> list[FileRead]:
         """Which chunks of which files make up the wants; nothing is read."""
-        pieces = plan(self.manifest.layout, wants, self._place)
+        pieces = plan(self.manifest.layout, wants, self._places)
         return [self._file_read(file, pieces[file]) for file in sorted(pieces)]
 
     def plan_whole(self, file: int) -> FileRead:
@@ -298,12 +336,9 @@ class Reader:
             del self._kept[next(iter(self._kept))]
         return data
 
-    def _place(self, rank: int, kind: str, unit: int) -> tuple[int, int]:
-        entry = self.contents(rank).by_name[tensor_name(kind, unit)]
-        return entry.start, item_bytes(entry.dtype)
-
     def _file_read(self, file: int, pieces: Sequence[Piece]) -> FileRead:
-        size = self.contents(file).data_bytes
+        buffers = file == self.manifest.world_size
+        size = self.contents(file).data_bytes if buffers else self._places.data_bytes(file)
         return FileRead(file, tuple(chunk_reads(pieces, CHUNK_BYTES, size)))
 
     def _digests_of(self, file: int) -> tuple[str, ...]:
