@@ -8,6 +8,8 @@ from typing import Any
 
 _HOME = {
     "SavedCheckpoint": "zero_core.checkpoint.saving",
+    "Outcome": "zero_core.checkpoint.saving",
+    "Saver": "zero_core.checkpoint.saving",
     "save": "zero_core.checkpoint.saving",
     "Loaded": "zero_core.checkpoint.loading",
     "load": "zero_core.checkpoint.loading",

@@ -116,15 +116,18 @@ class Store(ABC):
         """A new folder. Raises FileExistsError where there is one, FileNotFoundError without its parent."""
 
     @abstractmethod
-    def writing(self, path: str, size: int) -> AbstractContextManager[Writer]:
-        """A context in which a new file of `size` bytes is written; at its end the bytes are there to stay.
+    def writing(self, path: str, size: int, *, durable: bool = True) -> AbstractContextManager[Writer]:
+        """A context in which a new file of `size` bytes is written; at its end they are there to stay.
 
         If it fails, in whatever way, no such file is left as far as that can be had.
         """
 
     @abstractmethod
-    def write(self, path: str, data: bytes) -> None:
-        """A small file, there as a whole or not at all, in the place of one that was there."""
+    def write(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """A small file, there as a whole or not at all, in the place of one that was there.
+
+        durable  whether to wait until it is there to stay
+        """
 
     @abstractmethod
     def rename(self, source: str, target: str) -> None:
@@ -227,7 +230,7 @@ class LocalStore(Store):
         self.files.mkdir(folder)
 
     @contextmanager
-    def writing(self, path: str, size: int) -> Iterator[Writer]:
+    def writing(self, path: str, size: int, *, durable: bool = True) -> Iterator[Writer]:
         target = self.path(path)
         descriptor = self.files.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         try:
@@ -235,7 +238,8 @@ class LocalStore(Store):
                 if size:
                     self.files.fallocate(descriptor, size)
                 yield _LocalWriter(self.files, descriptor)
-                self.files.fsync(descriptor)
+                if durable:
+                    self.files.fsync(descriptor)
             except BaseException:
                 with suppress(OSError):
                     self.files.close(descriptor)
@@ -246,11 +250,11 @@ class LocalStore(Store):
                 self.files.unlink(target)
             raise
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes, *, durable: bool = True) -> None:
         draft = f"{path}.part"
         with suppress(FileNotFoundError):
             self.path(draft).unlink()  # what a killed process left
-        with self.writing(draft, len(data)) as out:
+        with self.writing(draft, len(data), durable=durable) as out:
             out.write(0, [memoryview(data)])
         try:
             self.rename(draft, path)
@@ -428,7 +432,7 @@ class RemoteStore(Store):
             self._system.makedirs(self._at(path), exist_ok=True)
 
     @contextmanager
-    def writing(self, path: str, size: int) -> Iterator[Writer]:  # noqa: ARG002
+    def writing(self, path: str, size: int, *, durable: bool = True) -> Iterator[Writer]:  # noqa: ARG002
         out = self._open(path)
         try:
             yield _RemoteWriter(out)
@@ -451,7 +455,7 @@ class RemoteStore(Store):
         out.close()
 
     @_as_os_error
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes, *, durable: bool = True) -> None:  # noqa: ARG002
         self._system.pipe_file(self._at(path), data)
 
     def rename(self, source: str, target: str) -> None:
