@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format bench-engine bench-peers bench-elastic docs clean
+.PHONY: demo test check format bench-engine bench-peers bench-elastic bench-checkpoint docs clean
 
 demo: $(READY)  ## the main job, end to end, on this machine
 	$(BIN)/elastic-zero demo
@@ -31,6 +31,9 @@ bench-peers: $(READY)  ## DeepSpeed for bench-engine; its build needs the torch 
 
 bench-elastic: $(READY)  ## resizes, recoveries and replicas beside Ray Train; writes a dated table, too
 	$(BIN)/python -m benchmarks.elastic $(ARGS)
+
+bench-checkpoint: $(READY)  ## saves and loads beside torch.distributed.checkpoint; writes a dated table, too
+	$(BIN)/python -m benchmarks.checkpoint $(ARGS)
 
 docs: $(READY)  ## regenerate the reference pages from the code
 	$(BIN)/python -m docs.generate

@@ -63,3 +63,44 @@ def wait_until_quiet(limit_s: float, *, cores: float = 0.2) -> float:
         busy = (busy_cpu_s() - before) / (time.monotonic() - began)
         if busy < cores or time.monotonic() > deadline:
             return busy
+
+
+class PeakResident:
+    """Within the context the kernel keeps the process's highest resident memory, which costs nothing.
+
+    `bytes` is how much that was beyond what was resident before. Files that are mapped count as well.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._before = 0
+
+    def __enter__(self) -> Self:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the highest so far
+        self._before = _status_bytes("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes = max(0, _status_bytes("VmHWM") - self._before)
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def moved_bytes() -> tuple[int, int]:
+    """Bytes that all threads of this process have read and written by system calls, as the kernel counts.
+
+    Whether they came from a disk or from the page cache is the same. What is read through a mapping is not
+    among them, nor what `recv` and `send` move.
+    """
+    rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
+    return int(rows["rchar"]), int(rows["wchar"])
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that the folder lies on, as "ext4"."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    above = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
+    return max(above, key=lambda mount: len(mount[0]))[1]
