@@ -32,7 +32,7 @@ from zero_core.checkpoint.container import (
 )
 from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, SAVING, Manifest, Place
 from zero_core.checkpoint.store import Store, open_store
-from zero_core.checkpoint.writing import Part, Payload, Work, temporary_name, understood
+from zero_core.checkpoint.writing import Part, Payload, Work, temporary_name, understood, write_behind
 from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError, FencedError, UsageError, ZeroError
 from zero_core.snapshot import held_states, persistent_buffers, state_kinds
@@ -155,17 +155,18 @@ class Saver:
             raise UsageError("this Saver is closed: begin no more saves with it")
         self.wait()
         began, step = time.perf_counter(), engine.steps_done
-        store, told = open_store(root), _Told(extra, generation, fenced, seed, versions)
-        work, size = _prepare(engine, store, told, self._stage)
+        store, asked = open_store(root), _Told(extra, generation, fenced, seed, versions)
+        work, size = _prepare(engine, store, asked, self._stage)
         location = store.location(manifests.folder_name(step, generation))
 
         def run() -> None:
             try:
-                written = size if work is None else _write_behind(work)
+                written = size if work is None else write_behind(work)
                 saved = SavedCheckpoint(location, step, written, time.perf_counter() - began)
                 outcome = Outcome(step, generation, saved, None)
-            except CheckpointError as error:
-                outcome = Outcome(step, generation, None, error)
+            except Exception as error:  # whatever it is, it must reach somebody
+                told = error if isinstance(error, CheckpointError) else CheckpointError(repr(error))
+                outcome = Outcome(step, generation, None, told)
             self._on_done(outcome)
 
         self._thread = Thread(target=run, name=f"save-{step}", daemon=True)
@@ -204,22 +205,6 @@ class Saver:
         if on_gpu:
             torch.cuda.synchronize()
         return [_bytes_of(staging[:need])]
-
-
-def _write_behind(work: Work) -> int:
-    """One rank's whole save, without a collective; returns the bytes of all files."""
-    try:
-        try:
-            work.write()
-        except Exception as error:
-            work.tell_failure(work.understood(error))
-            raise
-        return work.commit(work.collect()) if work.rank == 0 else work.outcome()
-    except Exception as error:
-        failure = work.understood(error)
-        if work.rank == 0:
-            work.give_up(failure)
-        raise failure from error
 
 
 @dataclass(frozen=True, slots=True)
