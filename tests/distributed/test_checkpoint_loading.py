@@ -307,6 +307,10 @@ def fails_late(rank: int, world: int, root: Path) -> tuple[int, str]:
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(engine, folder)
     failed_after = calls
+    listed, loading._candidates = loading._candidates, lambda *_: 1 / 0  # type: ignore[assignment, return-value]
+    with pytest.raises(CheckpointError, match=r"looking for checkpoints in .* rank 0: ZeroDivisionError"):
+        checkpoint.load_newest(engine, root)
+    loading._candidates = listed
     reading.Reader._fill = fill  # type: ignore[method-assign]
     checkpoint.load(engine, folder)
     return failed_after, str(caught.value)

@@ -5,7 +5,7 @@ own tensors (`reading`). Collective: ranks agree first on what can be known earl
 the headers of all files), then after every gigabyte, so an error on one rank is soon one on all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,18 @@ def load_newest(
     says so; one of another model or precision is an error, as it is for `load`. Raises CheckpointError on
     every rank where none is left.
     """
-    store = open_store(root)
+    names, locations, failure = list[str](), list[str](), None
+    try:
+        if engine.rank == 0:  # one rank looks: another might see one more, or one less
+            store = open_store(root)
+            names = _candidates(store, not_after)
+            locations = [store.location(name) for name in names]
+    except Exception as error:
+        failure = error
+    _agree(engine.collectives, f"looking for checkpoints in {root}", failure)
+    names, locations = engine.collectives.gather_objects((names, locations))[0]
     skipped: list[tuple[str, str]] = []
-    for name in engine.collectives.gather_objects(_candidates(engine, store, not_after))[0]:
-        location = store.location(name)
+    for name, location in zip(names, locations, strict=True):
         try:
             manifest = _load(engine, location, cast=cast, name=name)
         except DamagedError as error:
@@ -88,10 +96,8 @@ def load_newest(
     )
 
 
-def _candidates(engine: ZeroEngine, store: Store, not_after: int | None) -> list[str]:
-    """On rank 0 the names of all committed checkpoints, whole or not, the newest first."""
-    if engine.rank:
-        return []
+def _candidates(store: Store, not_after: int | None) -> list[str]:
+    """The names of all committed checkpoints, whole or not, the newest first."""
     found = {
         parsed: name
         for name in store.names()
@@ -217,15 +223,15 @@ def _is_blank(engine: ZeroEngine) -> bool:
 def _target(manifest: Manifest, held: HeldState, untouched: SharedMemory | None) -> Target:
     """Where a held range is read to: its own memory, or by a copy where that is slow or cannot be.
 
-    untouched  memory shared with other ranks that nobody has touched: the system clears each page of it before
-               it reads there, which takes longer than a copy out of the cache into a page that is not cleared
+    untouched  memory shared with other ranks that nobody has touched: the system clears each page of it
+               before it reads there, which takes longer than a copy out of the cache into one not cleared
     """
     tensor = held.tensor.detach()
     saved = TORCH_DTYPES[kind_dtype(manifest, held.unit, held.kind)]
     if tensor.device.type == "cpu" and tensor.dtype == saved:
         if untouched is None or untouched.offset(tensor) is None:
             return bytes_of(tensor)
-        fill = untouched.fill
+        fill: Callable[[torch.Tensor, torch.Tensor], object] = untouched.fill
     else:
         fill = torch.Tensor.copy_
 
