@@ -111,7 +111,10 @@ def load_wide(rank: int, world: int, root: Path, stage: int) -> tuple[int, int, 
         allowed += 2 * CHUNK_BYTES * runs if read.bytes != sum(p.stop - p.start for p in pieces) else 0
     before = bytes_read()
     checkpoint.load(engine, info.location)
-    return bytes_read() - before, needed, allowed, full_sums(engine)
+    read = bytes_read() - before
+    foretold = checkpoint.dry_run(info.location, world, stage=stage)[rank]
+    assert foretold <= read <= foretold + 64_000, "and the manifest, and what ranks say to each other"
+    return read, needed, allowed, full_sums(engine)
 
 
 @pytest.mark.parametrize(("saver", "loaders"), [(3, [(3, 3), (2, 3), (4, 1)]), (1, [(2, 0), (5, 2)])])
