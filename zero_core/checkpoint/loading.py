@@ -5,7 +5,7 @@ own tensors (`reading`). Collective: ranks agree first on what can be known earl
 the headers of all files), then after every gigabyte, so an error on one rank is soon one on all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,8 @@ from zero_core.checkpoint.store import Store, open_store
 from zero_core.checkpoint.tensors import TORCH_DTYPES, bytes_of, named
 from zero_core.collectives import Collectives
 from zero_core.engine import ZeroEngine
-from zero_core.errors import CheckpointError, DamagedError, UsageError
+from zero_core.errors import CheckpointError, DamagedError
 from zero_core.layout import Slot, Unit
-from zero_core.sharing import SharedMemory
 from zero_core.snapshot import HeldState, held_states, persistent_buffers, state_kinds
 
 _ROUND_BYTES = 1 << 30
@@ -145,8 +144,7 @@ class _Loading:
         self._reader = Reader(folder, self.manifest)
         held = list(held_states(engine.optimizer.states, engine.units, whole_replicas=True))
         wants = [Want(h.kind, h.unit, h.start, h.start + h.tensor.numel()) for h in held]
-        memory = engine.collectives.shared_memory() if _is_blank(engine) else None
-        self._targets = [_target(self.manifest, one, memory) for one in held]
+        self._targets = [_target(self.manifest, one) for one in held]
         self._reads = self._reader.plan(wants)
         names, self._buffers_read = self._reader.plan_buffers()
         self._own = persistent_buffers(engine.module)
@@ -211,35 +209,18 @@ def _reason(failure: Exception | None) -> Any:
     return str(failure) if isinstance(failure, CheckpointError) else repr(failure)
 
 
-def _is_blank(engine: ZeroEngine) -> bool:
-    """Whether nothing may have touched the engine's memory yet."""
-    try:
-        engine.require_state()
-    except UsageError:
-        return True
-    return False
-
-
-def _target(manifest: Manifest, held: HeldState, untouched: SharedMemory | None) -> Target:
-    """Where a held range is read to: its own memory, or by a copy where that is slow or cannot be.
-
-    untouched  memory shared with other ranks that nobody has touched: the system clears each page of it
-               before it reads there, which takes longer than a copy out of the cache into one not cleared
-    """
+def _target(manifest: Manifest, held: HeldState) -> Target:
+    """Where a held range is read to: its own memory, or by a copy to where the system cannot read."""
     tensor = held.tensor.detach()
     saved = TORCH_DTYPES[kind_dtype(manifest, held.unit, held.kind)]
     if tensor.device.type == "cpu" and tensor.dtype == saved:
-        if untouched is None or untouched.offset(tensor) is None:
-            return bytes_of(tensor)
-        fill: Callable[[torch.Tensor, torch.Tensor], object] = untouched.fill
-    else:
-        fill = torch.Tensor.copy_
+        return bytes_of(tensor)
 
     @torch.no_grad()
     def put(offset: int, view: memoryview) -> None:
         # Chunks begin and end between elements: wider ones come first in a file.
         first, count = offset // saved.itemsize, len(view) // saved.itemsize
-        fill(tensor[first : first + count], torch.frombuffer(view, dtype=saved))
+        tensor[first : first + count].copy_(torch.frombuffer(view, dtype=saved))
 
     return put
 
