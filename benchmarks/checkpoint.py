@@ -46,7 +46,7 @@ from benchmarks.elastic_bytes import gpt_layout
 from benchmarks.probes import file_system, wait_until_quiet
 from tests.distributed.ranks import RankFailedError
 from zero_core import ZeroConfig
-from zero_core.checkpoint.container import CHUNK_BYTES
+from zero_core.checkpoint.container import BLOCK_BYTES
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("plan", "bytes", "speed", "stall")
@@ -155,7 +155,7 @@ def _cells(name: str, size: str, cells: Sequence[tuple[int, int]], folder: Path)
         sources = [n for n, m in cells if m == loaded_at]
         dones = load_all(name, size, loaded_at, [saved[n] for n in sources])
         for saved_at, done in zip(sources, dones, strict=True):
-            part = share(layout.at(saved_at), layout.at(loaded_at), chunk_bytes=CHUNK_BYTES)
+            part = share(layout.at(saved_at), layout.at(loaded_at), block_bytes=BLOCK_BYTES)
             found.append(
                 Grid(
                     saved_at=saved_at,
@@ -174,7 +174,7 @@ def _cells(name: str, size: str, cells: Sequence[tuple[int, int]], folder: Path)
 def _speed(session: Session, size: str, *, rounds: int) -> None:
     layout = gpt_layout(size, tile=ZeroConfig().tile)
     rounding = {
-        load_title(m): share(layout.at(SAVED_AT), layout.at(m), chunk_bytes=CHUNK_BYTES).rounding
+        load_title(m): share(layout.at(SAVED_AT), layout.at(m), block_bytes=BLOCK_BYTES).rounding
         for m in LOADED_AT
     }
     result = session.results.speed = SpeedResult(size, layout.numel() * STATE_BYTES, rounding)

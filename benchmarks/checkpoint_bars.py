@@ -51,7 +51,7 @@ def _plan(result: PlanResult | None, missing: str) -> Iterator[Verdict]:
 
 
 def _bytes(result: BytesResult | None, missing: str) -> Verdict:
-    name = "load, bytes read over bytes needed, less the rounding to chunks"
+    name = "load, bytes read over bytes needed, less the rounding to blocks"
     if result is None:
         return not_measured(name, _AT_MOST_READ, missing)
     name = f"{result.size}, {name}"
@@ -60,7 +60,7 @@ def _bytes(result: BytesResult | None, missing: str) -> Verdict:
         return not_measured(name, _AT_MOST_READ, result.failures.get(OURS, missing))
     uncounted = [cell.title for cell in cells if cell.read < cell.needed + cell.rounding]
     if uncounted:
-        reason = f"the system counted less than the verified chunks hold at {', '.join(uncounted[:3])}"
+        reason = f"the system counted less than the verified blocks hold at {', '.join(uncounted[:3])}"
         return not_measured(name, _AT_MOST_READ, reason)
     worst = max(cells, key=lambda cell: cell.rounded)
     measured = f"{worst.rounded:.4f} (worst of {len(cells)} cells, at {worst.title}; {_whole(cells)})"

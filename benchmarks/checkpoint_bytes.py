@@ -1,8 +1,8 @@
-"""How many bytes a load needs, and how many more its chunks hold, by the arithmetic of the layout alone.
+"""How many bytes a load needs, and how many more its blocks hold, by the arithmetic of the layout alone.
 
 Fp32 with AdamW at stage 3: every rank holds its own part of three kinds of state. A rank's file has what it
-owned when it saved: kind by kind, in each of them unit by unit, without gaps. It is cut into chunks of one
-size from its first byte of data on, each with a digest; whoever needs a byte of a chunk has to read all of it
+owned when it saved: kind by kind, in each of them unit by unit, without gaps. It is cut into blocks of one
+size from its first byte of data on, each with a digest; whoever needs a byte of a block has to read all of it
 to verify it. No reader is asked; headers and manifest are not counted.
 """
 
@@ -18,13 +18,13 @@ _ITEM_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Bytes of one load, all ranks: `needed` of the state, and `rounding` beyond them in the same chunks."""
+    """Bytes of one load, all ranks: `needed` of the state, and `rounding` beyond them in the same blocks."""
 
     needed: int
     rounding: int
 
 
-def share(saved: Layout, loading: Layout, *, chunk_bytes: int) -> Share:
+def share(saved: Layout, loading: Layout, *, block_bytes: int) -> Share:
     """What the ranks of `loading` have to read of what those of `saved` wrote."""
     sizes = [data_bytes(saved, source) for source in range(saved.world_size)]
     needed = touched_bytes = 0
@@ -32,10 +32,10 @@ def share(saved: Layout, loading: Layout, *, chunk_bytes: int) -> Share:
         touched: dict[int, set[int]] = defaultdict(set)
         for source, start, stop in ranges(saved, loading, rank):
             needed += stop - start
-            touched[source].update(range(start // chunk_bytes, -(-stop // chunk_bytes)))
-        for source, chunks in touched.items():
+            touched[source].update(range(start // block_bytes, -(-stop // block_bytes)))
+        for source, blocks in touched.items():
             touched_bytes += sum(
-                min((chunk + 1) * chunk_bytes, sizes[source]) - chunk * chunk_bytes for chunk in chunks
+                min((block + 1) * block_bytes, sizes[source]) - block * block_bytes for block in blocks
             )
     return Share(needed, touched_bytes - needed)
 

@@ -71,7 +71,7 @@ def _speed_table(result: SpeedResult) -> Iterator[str]:
             if rounds:
                 yield f"| {action} | {name} | {' | '.join(_speed_cells(result, name, action, rounds))} |"
     rounding = ", ".join(f"{action} {extra / result.needed:.2f}" for action, extra in result.rounding.items())
-    yield from ("", f"Rounding to chunks of {OURS}, over needed: {rounding}.")
+    yield from ("", f"Rounding to blocks of {OURS}, over needed: {rounding}.")
 
 
 def _speed_cells(result: SpeedResult, name: str, action: str, rounds: Sequence[Timed]) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _grid_table(result: BytesResult) -> Iterator[str]:
         "",
         f"## Bytes read over bytes needed, {result.size}, {needed / _MB:.1f} MB",
         "",
-        f"By {OURS}, saved at N (rows), loaded at M (columns); in brackets less the rounding to chunks.",
+        f"By {OURS}, saved at N (rows), loaded at M (columns); in brackets less the rounding to blocks.",
         "",
         f"| N | {' | '.join(map(str, columns))} |",
         "|---" * (len(columns) + 1) + "|",

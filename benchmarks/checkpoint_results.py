@@ -30,7 +30,7 @@ class Grid:
 
     read      bytes, as the operating system counts them; the manifest and headers are among them
     needed    bytes of the state that the loading ranks hold
-    rounding  bytes of the chunks that hold them, less `needed`; 0 for a format without chunks
+    rounding  bytes of the blocks that hold them, less `needed`; 0 for a format without blocks
     """
 
     saved_at: int
@@ -45,7 +45,7 @@ class Grid:
 
     @property
     def rounded(self) -> float:
-        """The ratio once the rounding to chunks is subtracted."""
+        """The ratio once the rounding to blocks is subtracted."""
         return (self.read - self.rounding) / self.needed
 
     @property
@@ -83,7 +83,7 @@ class SpeedResult:
     """The rounds of saves and loads by (contestant, action). One that failed keeps its rounds, and a reason.
 
     needed    bytes of the state
-    rounding  bytes that a load reads beyond them for whole chunks, by action
+    rounding  bytes that a load reads beyond them for whole blocks, by action
     """
 
     size: str
@@ -141,7 +141,7 @@ class PlanResult:
     """What it takes one rank to know what to read, where a checkpoint of `saved_at` ranks is loaded.
 
     reads_s  to parse and check the manifest, each time
-    plans_s  from there to the chunks of files, each time, by the number of ranks that load
+    plans_s  from there to the blocks of files, each time, by the number of ranks that load
     """
 
     saved_at: int

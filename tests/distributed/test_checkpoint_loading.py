@@ -14,7 +14,7 @@ from tests.distributed.odd_model import OddModel, batch, build
 from tests.distributed.ranks import run_ranks
 from zero_core import AdamWConfig, ParameterGroup, SGDConfig, ZeroConfig, ZeroEngine, checkpoint
 from zero_core.checkpoint import loading, manifest, reading
-from zero_core.checkpoint.container import CHUNK_BYTES
+from zero_core.checkpoint.container import BLOCK_BYTES
 from zero_core.errors import CheckpointError, DamagedError, UsageError
 from zero_core.snapshot import held_states
 from zero_core.state_dict import full_state_dict
@@ -63,7 +63,7 @@ def state_of(engine: ZeroEngine) -> dict[str, bytes]:
             flat = torch.zeros(state.unit.padded)
             flat[state.start : state.stop] = getattr(state, kind)
             engine.collectives.gather_from_owners(
-                flat, state.unit.chunk, state.unit.numel, kind="test", tag=state.unit.index
+                flat, state.unit.block, state.unit.numel, kind="test", tag=state.unit.index
             )
             found[f"{kind}/{state.unit.index}"] = flat[: state.unit.numel].numpy().tobytes()
     found["counts"] = repr(
@@ -106,9 +106,9 @@ def load_wide(rank: int, world: int, root: Path, stage: int) -> tuple[int, int, 
     reads = reader.plan(wants)
     allowed = sum(reader.contents(read.file).header_bytes for read in reads) + 64_000  # manifest, buffers
     for read in reads:
-        pieces = [piece for chunk in read.chunks for piece in chunk.pieces]
+        pieces = [piece for block in read.blocks for piece in block.pieces]
         runs = 1 + sum(a.stop != b.start for a, b in pairwise(pieces))
-        allowed += 2 * CHUNK_BYTES * runs if read.bytes != sum(p.stop - p.start for p in pieces) else 0
+        allowed += 2 * BLOCK_BYTES * runs if read.bytes != sum(p.stop - p.start for p in pieces) else 0
     before = bytes_read()
     checkpoint.load(engine, info.location)
     read = bytes_read() - before
@@ -295,7 +295,7 @@ def fails_late(rank: int, world: int, root: Path) -> tuple[int, str]:
     """Rank 1's third read fails; the others hear of it long before they have read everything."""
     engine = make(3, model=wide(1), groups=())
     folder = checkpoint.save(engine, root, extra={}, generation=1).location
-    loading._ROUND_BYTES = CHUNK_BYTES
+    loading._ROUND_BYTES = BLOCK_BYTES
     calls = 0
     fill = reading.Reader._fill
 

@@ -85,5 +85,5 @@ def test_its_files_are_what_its_manifest_leads_to() -> None:
         front, tensors = data[: one.header_bytes], data[one.header_bytes :]
         assert digest(front) == told
         assert digests_in(front, one) == tuple(
-            digest(tensors[slice(*one.chunk(index))]) for index in range(one.chunks)
+            digest(tensors[slice(*one.block(index))]) for index in range(one.blocks)
         )

@@ -57,9 +57,9 @@ def test_files_are_laid_out_as_the_package_lays_them_out(ranks: int) -> None:
         assert own == [(entry.start, entry.stop) for entry in contents.entries]
 
 
-def test_bytes_and_chunks_of_every_pair_of_numbers_of_ranks() -> None:
+def test_bytes_and_blocks_of_every_pair_of_numbers_of_ranks() -> None:
     """Against a walk over every single byte."""
-    whole, chunk_bytes = layout(101, 3, 40), 64
+    whole, block_bytes = layout(101, 3, 40), 64
     for saved in (whole.at(n) for n in range(1, 10)):
         sizes = [data_bytes(saved, source) for source in range(saved.world_size)]
         for loading in (whole.at(m) for m in range(1, 10)):
@@ -72,26 +72,26 @@ def test_bytes_and_chunks_of_every_pair_of_numbers_of_ranks() -> None:
                     for byte in range(start, stop)
                 }
                 covered += sorted(wanted)
-                chunks = {(source, byte // chunk_bytes) for source, byte in wanted}
+                blocks = {(source, byte // block_bytes) for source, byte in wanted}
                 needed += len(wanted)
                 verified += sum(
-                    min(chunk_bytes, sizes[source] - chunk * chunk_bytes) for source, chunk in chunks
+                    min(block_bytes, sizes[source] - block * block_bytes) for source, block in blocks
                 )
-            found = share(saved, loading, chunk_bytes=chunk_bytes)
+            found = share(saved, loading, block_bytes=block_bytes)
             assert (found.needed, found.needed + found.rounding) == (needed, verified)
             assert needed == whole.numel() * 12
             assert len(set(covered)) == needed == sum(sizes), "every byte of every file, once"
 
 
 def test_nothing_is_rounded_where_every_rank_reads_its_own_file() -> None:
-    found = share(layout(1000).at(3), layout(1000).at(3), chunk_bytes=128)
+    found = share(layout(1000).at(3), layout(1000).at(3), block_bytes=128)
     assert (found.needed, found.rounding) == (12_000, 0)
 
 
 def test_the_rounding_by_hand() -> None:
-    # One file of 3 x 400 bytes in chunks of 256. Rank 0 has bytes 0-200, 400-600, 800-1000: chunks 0 to 3,
-    # 1024 bytes. Rank 1 has 200-400, 600-800, 1000-1200: chunks 0 to 4, 1200 bytes.
-    found = share(layout(100).at(1), layout(100).at(2), chunk_bytes=256)
+    # One file of 3 x 400 bytes in blocks of 256. Rank 0 has bytes 0-200, 400-600, 800-1000: blocks 0 to 3,
+    # 1024 bytes. Rank 1 has 200-400, 600-800, 1000-1200: blocks 0 to 4, 1200 bytes.
+    found = share(layout(100).at(1), layout(100).at(2), block_bytes=256)
     assert (found.needed, found.rounding) == (1200, 1024 + 1200 - 1200)
 
 
@@ -133,7 +133,7 @@ def test_bytes_are_judged_by_the_worst_cell_less_its_rounding() -> None:
 def test_what_the_system_did_not_see_is_not_taken_for_good() -> None:
     """Files read through a mapping are not counted: no read at all would look like the best of all loads."""
     (_, _, line, *_) = verdicts(Results(BytesResult(SIZE, {OURS: [cell(4, 7, read=149)]})), missing="-")
-    assert line.outcome == ("not measured (the system counted less than the verified chunks hold at 4 -> 7)")
+    assert line.outcome == ("not measured (the system counted less than the verified blocks hold at 4 -> 7)")
 
 
 def test_times_are_compared_within_rounds_and_judged_by_the_median() -> None:
@@ -216,7 +216,7 @@ def test_the_page_lists_everything_and_ends_with_a_line_for_every_bar() -> None:
     ).splitlines()
     assert f"| {SAVE} | {OURS} | 1.500 | 1.000 2.000 | 0.42 | 1.62 | 1.5 | 1.500 | 8 | 0.1 0.1 |" in page
     assert f"| {SAVE} | {PLAIN} | 0.900 | 0.800 1.000 | 0.28 | - | 1.5 | 1.500 | 8 | 0.1 0.1 |" in page
-    assert f"Rounding to chunks of {OURS}, over needed: {LOADS[1]} 0.50." in page
+    assert f"Rounding to blocks of {OURS}, over needed: {LOADS[1]} 0.50." in page
     assert "| 1 | 7 | 9000 | 105 105 | 100 100 | 1.050 | 1.00 | 0.1 |" in page
     assert "| 1 | 1.000 (1.0000) | 1.510 (1.0100) |" in page
     assert "| 2,047 | 30.0 | 20.0 40.0 30.0 |" in page

@@ -3,8 +3,9 @@
     [8 bytes: length of the header][header: JSON, padded with spaces][data: the tensors, without gaps]
 
 What a file holds follows from the manifest (`rank_contents`, `buffer_contents`), so where anything lies is
-never read from the file. The header's `__metadata__` carries a digest of every chunk of the data. The length
-of a header depends on the contents only: the data can be written before their digests are known.
+never read from the file. The header's `__metadata__` carries a digest of every block of the data, which is
+what a range is verified by, and of every chunk, over the digests of its blocks. The length of a header
+depends on the contents only: the data can be written before their digests are known.
 
 Pure: knows neither files nor torch. Any reader of safetensors opens such a file without this package.
 """
@@ -25,7 +26,12 @@ from zero_core.layout import Layout
 FORMAT = "elastic-zero/2"
 
 CHUNK_BYTES = 4 << 20
-"""Of the data section that one digest is for; the last chunk of a file may be shorter."""
+"""What is written at a time, and has a digest over those of its blocks; the last one may be shorter."""
+
+BLOCK_BYTES = 1 << 18
+"""What is verified at a time, so that a range costs two of these more at most; the last may be shorter."""
+
+BLOCKS_OF_A_CHUNK = CHUNK_BYTES // BLOCK_BYTES
 
 DIGEST_DIGITS = 32
 
@@ -49,7 +55,7 @@ _NAMES = {
 
 _COMPUTE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
-_DIGESTS = re.compile(rb'\{"__metadata__":\{"format":"[^"]*","chunk_bytes":"\d+","digests":"([0-9a-f]*)"')
+_DIGESTS = re.compile(rb'\{"__metadata__":\{[^}]*"blocks":"([0-9a-f]*)"')
 
 Buffers = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, dtype in safetensors' names, and shape of each of a model's buffers."""
@@ -88,14 +94,14 @@ class Contents:
         return self.entries[-1].stop if self.entries else 0
 
     @property
-    def chunks(self) -> int:
-        """How many chunks the data section has, the last of which may be short."""
-        return -(-self.data_bytes // CHUNK_BYTES)
+    def blocks(self) -> int:
+        """How many blocks the data section has, the last of which may be short."""
+        return -(-self.data_bytes // BLOCK_BYTES)
 
     @cached_property
     def header_bytes(self) -> int:
         """Bytes in front of the data section, the length among them."""
-        return len(header(self, ("0" * DIGEST_DIGITS,) * self.chunks))
+        return len(header(self, ("0" * DIGEST_DIGITS,) * self.blocks))
 
     @property
     def file_bytes(self) -> int:
@@ -105,9 +111,9 @@ class Contents:
     def by_name(self) -> dict[str, Entry]:
         return {entry.name: entry for entry in self.entries}
 
-    def chunk(self, index: int) -> tuple[int, int]:
+    def block(self, index: int) -> tuple[int, int]:
         """Bytes [start, stop) of the data section that digest number `index` is for."""
-        return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.data_bytes)
+        return index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self.data_bytes)
 
 
 def item_bytes(dtype: str) -> int:
@@ -174,11 +180,17 @@ def buffer_contents(buffers: Iterable[tuple[str, str, tuple[int, ...]]]) -> Cont
 
 
 def header(contents: Contents, digests: Sequence[str]) -> bytes:
-    """The bytes in front of the data section. `digests`: one for each chunk, in order."""
-    if len(digests) != contents.chunks or any(len(one) != DIGEST_DIGITS for one in digests):
-        raise CheckpointError(f"{contents.chunks} chunks need a digest each, got {len(digests)}")
+    """The bytes in front of the data section. `digests`: one for each block, in order."""
+    if len(digests) != contents.blocks or any(len(one) != DIGEST_DIGITS for one in digests):
+        raise CheckpointError(f"{contents.blocks} blocks need a digest each, got {len(digests)}")
     table: dict[str, object] = {
-        "__metadata__": {"format": FORMAT, "chunk_bytes": str(CHUNK_BYTES), "digests": "".join(digests)}
+        "__metadata__": {
+            "format": FORMAT,
+            "chunk_bytes": str(CHUNK_BYTES),
+            "block_bytes": str(BLOCK_BYTES),
+            "chunks": "".join(chunk_digests(digests)),
+            "blocks": "".join(digests),
+        }
     }
     for entry in contents.entries:
         table[entry.name] = {
@@ -192,16 +204,24 @@ def header(contents: Contents, digests: Sequence[str]) -> bytes:
 
 
 def digests_in(header_bytes: bytes, contents: Contents) -> tuple[str, ...]:
-    """The digests of the chunks, from a header that is what `contents` say in every other byte."""
+    """The digests of the blocks, from a header that is what `contents` say in every other byte."""
     found = _DIGESTS.match(header_bytes, 8)
     text = found[1].decode() if found else ""
     digests = tuple(text[at : at + DIGEST_DIGITS] for at in range(0, len(text), DIGEST_DIGITS))
-    if len(text) != contents.chunks * DIGEST_DIGITS or header_bytes != header(contents, digests):
+    if len(text) != contents.blocks * DIGEST_DIGITS or header_bytes != header(contents, digests):
         raise CheckpointError(
             f"the header of {len(header_bytes)} bytes is not the one that the manifest leads to: it is "
             "damaged, or of another checkpoint"
         )
     return digests
+
+
+def chunk_digests(digests: Sequence[str]) -> list[str]:
+    """A digest for each chunk, over those of its blocks."""
+    return [
+        digest("".join(digests[first : first + BLOCKS_OF_A_CHUNK]).encode())
+        for first in range(0, len(digests), BLOCKS_OF_A_CHUNK)
+    ]
 
 
 def digest(*buffers: bytes | bytearray | memoryview) -> str:

@@ -23,7 +23,15 @@ from pathlib import Path
 from re import compile as regex
 from typing import Any
 
-from zero_core.checkpoint.container import CHUNK_BYTES, DIGEST_DIGITS, FORMAT, MODEL, digest, item_bytes
+from zero_core.checkpoint.container import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    DIGEST_DIGITS,
+    FORMAT,
+    MODEL,
+    digest,
+    item_bytes,
+)
 from zero_core.checkpoint.store import Store, open_store
 from zero_core.errors import CheckpointError, FencedError
 from zero_core.layout import Layout, Slot, Unit
@@ -107,7 +115,7 @@ class Manifest:
                 for unit in self.layout.units
             ],
         }
-        values |= {"format": FORMAT, "chunk_bytes": CHUNK_BYTES}
+        values |= {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, "block_bytes": BLOCK_BYTES}
         try:
             # Twice, because only then all keys are strings, which can be sorted.
             values = json.loads(json.dumps(values, allow_nan=False))
@@ -174,6 +182,7 @@ def _checked(data: Mapping[str, Any], source: str) -> Manifest:
     need(len({name for name, _, _ in buffers}) == len(buffers), "a buffer must be listed once", buffers)
     need(all(item_bytes(dtype) for _, dtype, _ in buffers), "dtypes must be known", buffers)
     need(data["chunk_bytes"] == CHUNK_BYTES, f"chunks have {CHUNK_BYTES} bytes", data["chunk_bytes"])
+    need(data["block_bytes"] == BLOCK_BYTES, f"blocks have {BLOCK_BYTES} bytes", data["block_bytes"])
     need(all(type(unit["trainable"]) is bool for unit in raw["units"]), "trainable is true or false", units)
     need(data["precision"] in ("fp32", "bf16", "fp16"), "precision must be known", data["precision"])
     aliases = dict(data["aliases"])

@@ -1,9 +1,9 @@
-"""Reading ranges of a checkpoint: which bytes of which files, each chunk once, every chunk verified.
+"""Reading ranges of a checkpoint: which bytes of which files, each block once, every block verified.
 
-Owns the plan (`plan`, `chunk_reads`: plain integers) and carrying it out (`Reader`). Ranges of the logical
-space are cut by who owned them at the saving N, the pieces are grouped by file, and a file is walked chunk by
-chunk. A chunk is the unit of verification: what is asked for of it goes straight to its target, the rest to
-a scratch buffer, and the digest is taken while the chunk is in the cache. No chunk is read twice by one call.
+Owns the plan (`plan`, `block_reads`: plain integers) and carrying it out (`Reader`). Ranges of the logical
+space are cut by who owned them at the saving N, the pieces are grouped by file, and a file is walked block by
+block. A block is the unit of verification: what is asked for of it goes straight to its target, the rest to
+a scratch buffer, and the digest is taken while the block is in the cache. No block is read twice by one call.
 
 Knows nothing of engines, process groups or tensors.
 """
@@ -17,7 +17,8 @@ import numpy as np
 
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
-    CHUNK_BYTES,
+    BLOCK_BYTES,
+    BLOCKS_OF_A_CHUNK,
     MODEL,
     Contents,
     buffer_contents,
@@ -37,19 +38,19 @@ Target: TypeAlias = "memoryview | Callable[[int, memoryview], None]"
 """Where a want goes: bytes that are read into directly, or a function that takes (byte offset, verified
 bytes) and copies them: the memory is used again."""
 
-_SEGMENT_BYTES = 16 * CHUNK_BYTES
+_SEGMENT_BYTES = 64 << 20
 """What is in memory at a time where all of a checkpoint is gone through."""
 
-_CHUNKS_OF_A_REQUEST = 8
-"""Neighbouring chunks that are asked of a remote store together."""
+_BLOCKS_OF_A_REQUEST = 8 * BLOCKS_OF_A_CHUNK
+"""Neighbouring blocks that are asked of a remote store together."""
 
 _OTHER = "not what was written: the checkpoint is damaged, load an older one"
 
-_KEPT_CHUNKS = 16
-"""Chunks that `Reader.fetch` keeps."""
+_KEPT_BLOCKS = 16 * BLOCKS_OF_A_CHUNK
+"""Blocks that `Reader.fetch` keeps."""
 
 _MOST_BUFFERS = 64
-"""A chunk that falls into more buffers is read whole and copied: cheaper, and below every system's limit."""
+"""A block that falls into more buffers is read whole and copied: cheaper, and below every system's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRead:
-    """Chunk number `index`, bytes [start, stop) of the data section, and the pieces in it, in order."""
+class BlockRead:
+    """Block number `index`, bytes [start, stop) of the data section, and the pieces in it, in order."""
 
     index: int
     start: int
@@ -97,11 +98,11 @@ class FileRead:
     """What is read of file number `file`: a rank's, or, numbered as the world size, that of the buffers."""
 
     file: int
-    chunks: tuple[ChunkRead, ...]
+    blocks: tuple[BlockRead, ...]
 
     @property
     def bytes(self) -> int:
-        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+        return sum(block.stop - block.start for block in self.blocks)
 
 
 def plan(
@@ -117,10 +118,10 @@ def plan(
     """
     found: dict[int, list[Piece]] = {}
     for number, want in enumerate(wants):
-        chunk = layout.chunk(want.unit)
+        part = layout.chunk(want.unit)
         for move in pulls(layout, unit=want.unit, start=want.start, stop=want.stop):
             begin, item = place(move.source, want.kind, want.unit)
-            first = move.source * chunk
+            first = move.source * part
             found.setdefault(move.source, []).append(
                 Piece(
                     begin + (move.start - first) * item,
@@ -135,21 +136,21 @@ def plan(
     return found
 
 
-def chunk_reads(pieces: Sequence[Piece], chunk_bytes: int, data_bytes: int) -> Iterator[ChunkRead]:
-    """The chunks that pieces, ordered and apart from each other, lie in: each once, in order."""
+def block_reads(pieces: Sequence[Piece], block_bytes: int, data_bytes: int) -> Iterator[BlockRead]:
+    """The blocks that pieces, ordered and apart from each other, lie in: each once, in order."""
     index, inside = -1, list[Piece]()
     for piece in pieces:
         start = piece.start
         while start < piece.stop:
-            if start // chunk_bytes != index:
+            if start // block_bytes != index:
                 if inside:
-                    yield _chunk(index, inside, chunk_bytes, data_bytes)
-                index, inside = start // chunk_bytes, []
-            stop = min(piece.stop, (index + 1) * chunk_bytes)
+                    yield _block(index, inside, block_bytes, data_bytes)
+                index, inside = start // block_bytes, []
+            stop = min(piece.stop, (index + 1) * block_bytes)
             inside.append(Piece(start, stop, piece.want, piece.offset + start - piece.start))
             start = stop
     if inside:
-        yield _chunk(index, inside, chunk_bytes, data_bytes)
+        yield _block(index, inside, block_bytes, data_bytes)
 
 
 def segments(numel: int, item: int) -> Iterator[tuple[int, int]]:
@@ -159,9 +160,9 @@ def segments(numel: int, item: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, numel)
 
 
-def _chunk(index: int, pieces: list[Piece], chunk_bytes: int, data_bytes: int) -> ChunkRead:
-    start = index * chunk_bytes
-    return ChunkRead(index, start, min(start + chunk_bytes, data_bytes), tuple(pieces))
+def _block(index: int, pieces: list[Piece], block_bytes: int, data_bytes: int) -> BlockRead:
+    start = index * block_bytes
+    return BlockRead(index, start, min(start + block_bytes, data_bytes), tuple(pieces))
 
 
 class Places:
@@ -230,9 +231,9 @@ class Reader:
         self._contents: dict[int, Contents] = {}
         self._digests: dict[int, tuple[str, ...]] = {}
         self._kept: dict[tuple[int, int], memoryview] = {}
-        # Each request to a remote store waits for its answer; on this machine chunks stay in the cache.
-        self._at_once = 1 if self._store.moves else _CHUNKS_OF_A_REQUEST
-        self._scratch = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(self._at_once)]
+        # A request to a remote store waits for its answer; here what is read at once is to stay in the cache.
+        self._at_once = BLOCKS_OF_A_CHUNK if self._store.moves else _BLOCKS_OF_A_REQUEST
+        self._scratch = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(self._at_once)]
 
     def name(self, file: int) -> str:
         """Of a file by its number."""
@@ -248,15 +249,15 @@ class Reader:
         return self._contents[file]
 
     def plan(self, wants: Sequence[Want]) -> list[FileRead]:
-        """Which chunks of which files make up the wants; nothing is read."""
+        """Which blocks of which files make up the wants; nothing is read."""
         pieces = plan(self.manifest.layout, wants, self._places)
         return [self._file_read(file, pieces[file]) for file in sorted(pieces)]
 
     def plan_whole(self, file: int) -> FileRead:
-        """Every chunk of a file, for no want: to verify it."""
+        """Every block of a file, for no want: to verify it."""
         contents = self.contents(file)
-        chunks = (contents.chunk(index) for index in range(contents.chunks))
-        return FileRead(file, tuple(ChunkRead(i, *span, ()) for i, span in enumerate(chunks)))
+        blocks = (contents.block(index) for index in range(contents.blocks))
+        return FileRead(file, tuple(BlockRead(i, *span, ()) for i, span in enumerate(blocks)))
 
     def plan_buffers(self) -> tuple[list[str], FileRead]:
         """The names of the model's buffers, in the order of the wants that the plan's pieces speak of."""
@@ -268,7 +269,7 @@ class Reader:
     def fetch(self, wants: Sequence[Want]) -> list[bytearray]:
         """The bytes of each want, in new memory; for going through a checkpoint in small steps.
 
-        The last few chunks are kept, so that neighbours in one chunk are read once.
+        The last few blocks are kept, so that neighbours in one block are read once.
         """
         sizes = [(w.stop - w.start) * item_bytes(kind_dtype(self.manifest, w.unit, w.kind)) for w in wants]
         return self._fetch(self.plan(wants), sizes)
@@ -294,55 +295,63 @@ class Reader:
         """
         for read in reads:
             digests = self._digests_of(read.file)
-            for chunks in _neighbours(read.chunks, self._at_once):
-                self._read_chunks(read.file, chunks, digests, targets)
-                yield sum(chunk.stop - chunk.start for chunk in chunks)
+            for blocks in _neighbours(read.blocks, self._at_once):
+                self._read_blocks(read.file, blocks, digests, targets)
+                yield sum(block.stop - block.start for block in blocks)
 
     def damage(self, file: int) -> Iterator[DamagedError]:
-        """Read a whole file; yields what is wrong with it, chunk by chunk."""
+        """Read a whole file; yields what is wrong with it, block by block."""
         try:
             digests = self._digests_of(file)
         except DamagedError as error:
             yield error
             return
-        for chunk in self.plan_whole(file).chunks:
+        for blocks in _neighbours(self.plan_whole(file).blocks, self._at_once):
             try:
-                self._read_chunks(file, [chunk], digests, ())
-            except DamagedError as error:
-                yield error
+                self._read_blocks(file, blocks, digests, ())
+            except DamagedError:
+                for block in blocks:
+                    try:
+                        self._read_blocks(file, [block], digests, ())
+                    except DamagedError as error:
+                        yield error
 
     def _fetch(self, reads: Sequence[FileRead], sizes: Sequence[int]) -> list[bytearray]:
         found = [bytearray(size) for size in sizes]
         for read in reads:
-            for chunk in read.chunks:
-                data = self._kept_chunk(read.file, chunk)
-                for piece in chunk.pieces:
-                    end = piece.offset + piece.stop - piece.start
-                    found[piece.want][piece.offset : end] = data[
-                        piece.start - chunk.start : piece.stop - chunk.start
-                    ]
+            for blocks in _neighbours(read.blocks, self._at_once):
+                for block, data in zip(blocks, self._kept_blocks(read.file, blocks), strict=True):
+                    for piece in block.pieces:
+                        end = piece.offset + piece.stop - piece.start
+                        found[piece.want][piece.offset : end] = data[
+                            piece.start - block.start : piece.stop - block.start
+                        ]
         return found
 
-    def _kept_chunk(self, file: int, chunk: ChunkRead) -> memoryview:
-        """A whole chunk, verified; from memory if it was among the last."""
-        key = file, chunk.index
-        data = self._kept.pop(key, None)
-        if data is None:
-            data = memoryview(bytearray(chunk.stop - chunk.start))
-            whole = replace(chunk, pieces=(Piece(chunk.start, chunk.stop, 0, 0),))
-            self._read_chunks(file, [whole], self._digests_of(file), [data])
-        self._kept[key] = data
-        if len(self._kept) > _KEPT_CHUNKS:
+    def _kept_blocks(self, file: int, blocks: Sequence[BlockRead]) -> list[memoryview]:
+        """Whole blocks, verified; from memory where they were among the last."""
+        missing = [block for block in blocks if (file, block.index) not in self._kept]
+        for run in _neighbours(missing, self._at_once):
+            memory = [memoryview(bytearray(block.stop - block.start)) for block in run]
+            whole = [
+                replace(block, pieces=(Piece(block.start, block.stop, number, 0),))
+                for number, block in enumerate(run)
+            ]
+            self._read_blocks(file, whole, self._digests_of(file), memory)
+            self._kept |= {(file, block.index): data for block, data in zip(run, memory, strict=True)}
+        found = [self._kept.pop((file, block.index)) for block in blocks]
+        self._kept |= {(file, block.index): data for block, data in zip(blocks, found, strict=True)}
+        while len(self._kept) > _KEPT_BLOCKS:
             del self._kept[next(iter(self._kept))]
-        return data
+        return found
 
     def _file_read(self, file: int, pieces: Sequence[Piece]) -> FileRead:
         buffers = file == self.manifest.world_size
         size = self.contents(file).data_bytes if buffers else self._places.data_bytes(file)
-        return FileRead(file, tuple(chunk_reads(pieces, CHUNK_BYTES, size)))
+        return FileRead(file, tuple(block_reads(pieces, BLOCK_BYTES, size)))
 
     def _digests_of(self, file: int) -> tuple[str, ...]:
-        """Of all chunks of a file, once its header has turned out to be as it was written."""
+        """Of all blocks of a file, once its header has turned out to be as it was written."""
         if file not in self._digests:
             contents = self.contents(file)
             head = bytearray(contents.header_bytes)
@@ -364,19 +373,19 @@ class Reader:
     def _damaged(self, file: int, start: int, stop: int, what: str) -> DamagedError:
         return DamagedError(self._store.location(self.name(file)), start, stop, what)
 
-    def _read_chunks(
-        self, file: int, chunks: Sequence[ChunkRead], digests: Sequence[str], targets: Sequence[Target]
+    def _read_blocks(
+        self, file: int, blocks: Sequence[BlockRead], digests: Sequence[str], targets: Sequence[Target]
     ) -> None:
-        """Read neighbouring chunks at once, and verify each before any of it is copied on."""
+        """Read neighbouring blocks at once, and verify each before any of it is copied on."""
         memory = [
-            _buffers(chunk, targets, scratch)
-            for chunk, scratch in zip(chunks, self._scratch[: len(chunks)], strict=True)
+            _buffers(block, targets, scratch)
+            for block, scratch in zip(blocks, self._scratch[: len(blocks)], strict=True)
         ]
-        begin, size = self.contents(file).header_bytes, chunks[-1].stop - chunks[0].start
-        self._fill(file, begin + chunks[0].start, [b for buffers, _ in memory for b in buffers], size)
-        for chunk, (buffers, copies) in zip(chunks, memory, strict=True):
-            if digest(*buffers) != digests[chunk.index]:
-                raise self._damaged(file, begin + chunk.start, begin + chunk.stop, f"the bytes are {_OTHER}")
+        begin, size = self.contents(file).header_bytes, blocks[-1].stop - blocks[0].start
+        self._fill(file, begin + blocks[0].start, [b for buffers, _ in memory for b in buffers], size)
+        for block, (buffers, copies) in zip(blocks, memory, strict=True):
+            if digest(*buffers) != digests[block.index]:
+                raise self._damaged(file, begin + block.start, begin + block.stop, f"the bytes are {_OTHER}")
             for piece, view in copies:
                 target = targets[piece.want]
                 if isinstance(target, memoryview):
@@ -385,34 +394,34 @@ class Reader:
                     target(piece.offset, view)
 
 
-def _neighbours(chunks: Sequence[ChunkRead], most: int) -> Iterator[list[ChunkRead]]:
-    """Chunks that follow each other in the file, so many at most together."""
-    run = list[ChunkRead]()
-    for chunk in chunks:
-        if run and (len(run) == most or chunk.index != run[-1].index + 1):
+def _neighbours(blocks: Sequence[BlockRead], most: int) -> Iterator[list[BlockRead]]:
+    """Blocks that follow each other in the file, so many at most together."""
+    run = list[BlockRead]()
+    for block in blocks:
+        if run and (len(run) == most or block.index != run[-1].index + 1):
             yield run
             run = []
-        run.append(chunk)
+        run.append(block)
     if run:
         yield run
 
 
 def _buffers(
-    chunk: ChunkRead, targets: Sequence[Target], scratch: memoryview
+    block: BlockRead, targets: Sequence[Target], scratch: memoryview
 ) -> tuple[list[memoryview], list[tuple[Piece, memoryview]]]:
-    """Memory for all bytes of a chunk, in order; and the pieces that have to be copied on from `scratch`."""
-    buffers, copies, reached = list[memoryview](), list[tuple[Piece, memoryview]](), chunk.start
-    apart = 2 * len(chunk.pieces) + 1 > _MOST_BUFFERS
-    for piece in chunk.pieces:
-        aside = scratch[piece.start - chunk.start : piece.stop - chunk.start]
+    """Memory for all bytes of a block, in order; and the pieces that have to be copied on from `scratch`."""
+    buffers, copies, reached = list[memoryview](), list[tuple[Piece, memoryview]](), block.start
+    apart = 2 * len(block.pieces) + 1 > _MOST_BUFFERS
+    for piece in block.pieces:
+        aside = scratch[piece.start - block.start : piece.stop - block.start]
         target = targets[piece.want]
         if apart or not isinstance(target, memoryview):
             copies.append((piece, aside))
             continue
         if reached < piece.start:
-            buffers.append(scratch[reached - chunk.start : piece.start - chunk.start])
+            buffers.append(scratch[reached - block.start : piece.start - block.start])
         buffers.append(target[piece.offset : piece.offset + piece.stop - piece.start])
         reached = piece.stop
-    if reached < chunk.stop:
-        buffers.append(scratch[reached - chunk.start : chunk.stop - chunk.start])
+    if reached < block.stop:
+        buffers.append(scratch[reached - block.start : block.stop - block.start])
     return buffers, copies

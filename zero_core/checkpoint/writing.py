@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from zero_core.checkpoint import manifest as manifests
-from zero_core.checkpoint.container import Contents, digest, header, kinds_of
+from zero_core.checkpoint.container import BLOCKS_OF_A_CHUNK, Contents, digest, header, kinds_of
 from zero_core.checkpoint.manifest import LATEST, MANIFEST, SAVING, Manifest
 from zero_core.checkpoint.store import Store
 from zero_core.errors import CheckpointError, FencedError
@@ -59,15 +60,16 @@ def write_file(store: Store, path: str, payload: Payload) -> tuple[int, str]:
     contents = payload.contents
     digests: list[str] = []
     if store.sequential:  # the header comes first, and needs all digests
-        digests = [digest(*parts) for parts in _chunks(payload)]
+        digests = [digest(*block) for blocks in _chunks(payload) for block in blocks]
     with store.writing(path, contents.file_bytes) as out:
         front = header(contents, digests) if store.sequential else b""
         if front:
             out.write(0, [memoryview(front)])
         offset = contents.header_bytes
-        for parts in _chunks(payload):
+        for blocks in _chunks(payload):
             if not store.sequential:
-                digests.append(digest(*parts))
+                digests += [digest(*block) for block in blocks]
+            parts = [part for block in blocks for part in block]
             out.write(offset, parts)
             offset += sum(map(len, parts))
         if not front:
@@ -76,13 +78,19 @@ def write_file(store: Store, path: str, payload: Payload) -> tuple[int, str]:
     return contents.file_bytes, digest(front)
 
 
-def _chunks(payload: Payload) -> Iterator[list[memoryview]]:
-    """The bytes of each chunk, in the pieces they lie in."""
+def _chunks(payload: Payload) -> Iterator[list[list[memoryview]]]:
+    """The blocks of each chunk, in the pieces they lie in."""
+    blocks = _blocks(payload)
+    while chunk := list(islice(blocks, BLOCKS_OF_A_CHUNK)):
+        yield chunk
+
+
+def _blocks(payload: Payload) -> Iterator[list[memoryview]]:
     pieces = iter(payload.pieces)
     piece = memoryview(b"")
-    for index in range(payload.contents.chunks):
-        start, stop = payload.contents.chunk(index)
-        missing, parts = stop - start, []
+    for index in range(payload.contents.blocks):
+        start, stop = payload.contents.block(index)
+        missing, parts = stop - start, list[memoryview]()
         while missing:
             if not piece:
                 piece = next(pieces)

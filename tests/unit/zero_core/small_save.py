@@ -98,4 +98,4 @@ def reads_back(store: Store, step: int, generation: int = 1) -> None:
         assert digest(front) == told
         assert data == content(len(data), step)
         for index, expected in enumerate(digests_in(front, one)):
-            assert digest(data[slice(*one.chunk(index))]) == expected
+            assert digest(data[slice(*one.block(index))]) == expected

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from zero_core.checkpoint import container
 from zero_core.checkpoint.container import (
-    CHUNK_BYTES,
+    BLOCK_BYTES,
     Contents,
     buffer_contents,
     digest,
@@ -47,8 +47,8 @@ def layout_of(*sizes: int, world_size: int, frozen: tuple[int, ...] = (), dtype:
 def written(path: Path, contents: Contents, data: bytes) -> bytes:
     """The file of these contents; returns its header."""
     assert len(data) == contents.data_bytes
-    chunks = [contents.chunk(index) for index in range(contents.chunks)]
-    front = header(contents, [digest(data[start:stop]) for start, stop in chunks])
+    blocks = [contents.block(index) for index in range(contents.blocks)]
+    front = header(contents, [digest(data[start:stop]) for start, stop in blocks])
     path.write_bytes(front + data)
     return front
 
@@ -132,17 +132,17 @@ def test_kinds_come_one_after_the_other_and_wider_elements_first() -> None:
     assert rank_contents(Described(half, precision="bf16"), 0).entries[0].dtype == "BF16"
 
 
-@pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 7])
-def test_every_chunk_has_a_digest_and_the_header_a_length_known_beforehand(size: int) -> None:
+@pytest.mark.parametrize("size", [1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 7])
+def test_every_block_has_a_digest_and_the_header_a_length_known_beforehand(size: int) -> None:
     contents = buffer_contents([("a", "U8", (size,))])
-    assert contents.chunks == -(-size // CHUNK_BYTES)
-    digests = tuple(digest(bytes([index])) for index in range(contents.chunks))
+    assert contents.blocks == -(-size // BLOCK_BYTES)
+    digests = tuple(digest(bytes([index])) for index in range(contents.blocks))
     front = header(contents, digests)
     assert len(front) == contents.header_bytes
     assert len(front) % 4096 == 0
     assert int.from_bytes(front[:8], "little") + 8 == len(front)
     assert digests_in(front, contents) == digests
-    assert contents.chunk(contents.chunks - 1)[1] == size
+    assert contents.block(contents.blocks - 1)[1] == size
     with pytest.raises(CheckpointError, match="need a digest each"):
         header(contents, digests[1:])
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from tests.unit.zero_core.written import States, make, random_states, write
 from zero_core.checkpoint import manifest as manifests
-from zero_core.checkpoint.container import CHUNK_BYTES, rank_contents
+from zero_core.checkpoint.container import BLOCK_BYTES, rank_contents
 from zero_core.checkpoint.inspection import Damage, Difference, diff, dry_run, verify
 from zero_core.checkpoint.manifest import Manifest
 from zero_core.checkpoint.reading import Reader, Want
@@ -73,31 +73,31 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, name: str) -> None:
     assert verify(folder) == []
 
 
-def test_damage_in_several_chunks_is_told_for_each(tmp_path: Path) -> None:
-    numel = 3 * CHUNK_BYTES // 4 + 5
+def test_damage_in_several_blocks_is_told_for_each(tmp_path: Path) -> None:
+    numel = 3 * BLOCK_BYTES // 4 + 5
     manifest = make(
         build_layout([ParameterSpec("w", (numel,))], lambda _: "", tile=64, world_size=1), kinds=("master",)
     )
     folder = write(tmp_path, manifest, random_states(manifest))
     path, head = folder / manifests.shard_name(0), rank_contents(manifest, 0).header_bytes
     data = bytearray(path.read_bytes())
-    for place in (head + 1, head + 2 * CHUNK_BYTES + 9, len(data) - 1):
+    for place in (head + 1, head + 2 * BLOCK_BYTES + 9, len(data) - 1):
         data[place] ^= 4
     path.write_bytes(data)
     found = verify(folder)
-    starts = [head, head + 2 * CHUNK_BYTES, head + 3 * CHUNK_BYTES]
+    starts = [head, head + 2 * BLOCK_BYTES, head + 3 * BLOCK_BYTES]
     assert [(d.start, d.stop) for d in found] == [
-        (starts[0], starts[0] + CHUNK_BYTES),
-        (starts[1], starts[1] + CHUNK_BYTES),
+        (starts[0], starts[0] + BLOCK_BYTES),
+        (starts[1], starts[1] + BLOCK_BYTES),
         (starts[2], len(data)),
     ]
     reader = Reader(folder)
-    undamaged = reader.fetch([Want("master", 0, CHUNK_BYTES // 4, 2 * CHUNK_BYTES // 4)])[0]
-    assert undamaged == bytes(data[head + CHUNK_BYTES : head + 2 * CHUNK_BYTES]), (
+    undamaged = reader.fetch([Want("master", 0, BLOCK_BYTES // 4, 2 * BLOCK_BYTES // 4)])[0]
+    assert undamaged == bytes(data[head + BLOCK_BYTES : head + 2 * BLOCK_BYTES]), (
         "only what is read is checked"
     )
     with pytest.raises(
-        DamagedError, match=rf"rank-00000.safetensors, bytes {starts[0]} to {starts[0] + CHUNK_BYTES}"
+        DamagedError, match=rf"rank-00000.safetensors, bytes {starts[0]} to {starts[0] + BLOCK_BYTES}"
     ):
         reader.fetch([Want("master", 0, 5, 6)])
 
@@ -193,7 +193,7 @@ def test_a_dry_run_counts_what_each_rank_would_read(tmp_path: Path) -> None:
     assert dry_run(folder, 1) == [all_bytes]
     assert dry_run(folder, 4, stage=0) == [all_bytes] * 4
     same = dry_run(folder, 3, stage=3)
-    # Small files are one chunk: a rank reads its own whole, and the buffers'.
+    # Small files are one block: a rank reads its own whole, and the buffers'.
     sizes = [size for size, _ in Reader(folder).manifest.files]
     assert same == [size + sizes[-1] for size in sizes[:-1]]
     with pytest.raises(CheckpointError, match="world_size 0"):

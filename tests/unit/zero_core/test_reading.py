@@ -1,4 +1,4 @@
-"""What is read of a checkpoint: every wanted byte once, few others, each chunk once and verified."""
+"""What is read of a checkpoint: every wanted byte once, few others, each block once and verified."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.zero_core.written import States, data_of, make, random_states, write
-from zero_core.checkpoint.container import CHUNK_BYTES, item_bytes, kind_dtype, rank_contents
+from zero_core.checkpoint.container import BLOCK_BYTES, item_bytes, kind_dtype, rank_contents
 from zero_core.checkpoint.manifest import Manifest
 from zero_core.checkpoint.reading import (
-    ChunkRead,
+    BlockRead,
     FileRead,
     Piece,
     Places,
     Reader,
     Want,
-    chunk_reads,
+    block_reads,
     plan,
     wants_of,
 )
@@ -57,7 +57,7 @@ def files(manifest: Manifest, states: States) -> list[bytes]:
     return [data_of(manifest, states, rank) for rank in range(manifest.world_size)]
 
 
-def carry_out(old: Manifest, wants: Sequence[Want], data: Sequence[bytes], chunk_bytes: int) -> list[bytes]:
+def carry_out(old: Manifest, wants: Sequence[Want], data: Sequence[bytes], block_bytes: int) -> list[bytes]:
     """What the plan brings, with all that must hold of it checked on the way."""
     place = Places(old)
     for rank, data_section in enumerate(data):
@@ -68,16 +68,16 @@ def carry_out(old: Manifest, wants: Sequence[Want], data: Sequence[bytes], chunk
     targets = [bytearray((w.stop - w.start) * item(old, w.kind, w.unit)) for w in wants]
     written = [np.zeros(len(target), dtype=int) for target in targets]
     for file, pieces in plan(old.layout, wants, place).items():
-        chunks: list[ChunkRead] = list(chunk_reads(pieces, chunk_bytes, len(data[file])))
-        assert all(a.index < b.index for a, b in pairwise(chunks)), "no chunk is read twice"
+        blocks: list[BlockRead] = list(block_reads(pieces, block_bytes, len(data[file])))
+        assert all(a.index < b.index for a, b in pairwise(blocks)), "no block is read twice"
         runs = 1 + sum(a.stop != b.start for a, b in pairwise(pieces))
         wanted = sum(piece.stop - piece.start for piece in pieces)
-        assert sum(c.stop - c.start for c in chunks) <= wanted + 2 * chunk_bytes * runs
-        for chunk in chunks:
-            assert chunk.start == chunk.index * chunk_bytes
-            assert chunk.stop == min(chunk.start + chunk_bytes, len(data[file]))
-            for piece in chunk.pieces:
-                assert chunk.start <= piece.start < piece.stop <= chunk.stop
+        assert sum(c.stop - c.start for c in blocks) <= wanted + 2 * block_bytes * runs
+        for block in blocks:
+            assert block.start == block.index * block_bytes
+            assert block.stop == min(block.start + block_bytes, len(data[file]))
+            for piece in block.pieces:
+                assert block.start <= piece.start < piece.stop <= block.stop
                 end = piece.offset + piece.stop - piece.start
                 targets[piece.want][piece.offset : end] = data[file][piece.start : piece.stop]
                 written[piece.want][piece.offset : end] += 1
@@ -87,7 +87,7 @@ def carry_out(old: Manifest, wants: Sequence[Want], data: Sequence[bytes], chunk
 
 @settings(max_examples=15, deadline=None)
 @given(layouts(), st.sampled_from([8, 24, 64, 1 << 22]))
-def test_every_rank_of_any_m_gets_its_bytes_from_any_n_each_once(layout: Layout, chunk_bytes: int) -> None:
+def test_every_rank_of_any_m_gets_its_bytes_from_any_n_each_once(layout: Layout, block_bytes: int) -> None:
     """K3, K4, K5: all (N, M) in 1..9 squared; prime totals, longer tails, empty and 0-d parameters."""
     states = random_states(at(layout, 1))
     for n in range(1, 10):
@@ -97,7 +97,7 @@ def test_every_rank_of_any_m_gets_its_bytes_from_any_n_each_once(layout: Layout,
             new = layout.at(m)
             for rank in range(m):
                 wants = wants_of(old, new, stage=3, rank=rank)
-                for want, got in zip(wants, carry_out(old, wants, data, chunk_bytes), strict=True):
+                for want, got in zip(wants, carry_out(old, wants, data, block_bytes), strict=True):
                     size = item(old, want.kind, want.unit)
                     expected = states[want.kind, want.unit][want.start * size : want.stop * size]
                     assert got == expected, (n, m, rank, want)
@@ -105,14 +105,14 @@ def test_every_rank_of_any_m_gets_its_bytes_from_any_n_each_once(layout: Layout,
 
 @settings(max_examples=60, deadline=None)
 @given(layouts(), st.integers(1, 9), st.sampled_from([8, 64]), st.data())
-def test_any_ranges_are_read_exactly(layout: Layout, n: int, chunk_bytes: int, data: st.DataObject) -> None:
+def test_any_ranges_are_read_exactly(layout: Layout, n: int, block_bytes: int, data: st.DataObject) -> None:
     old = at(layout, n)
     states = random_states(old)
     wants = []
     for kind, unit in states:
         stop = data.draw(st.integers(0, layout.units[unit].numel))
         wants.append(Want(kind, unit, data.draw(st.integers(0, stop)), stop))
-    for want, got in zip(wants, carry_out(old, wants, files(old, states), chunk_bytes), strict=True):
+    for want, got in zip(wants, carry_out(old, wants, files(old, states), block_bytes), strict=True):
         size = item(old, want.kind, want.unit)
         assert got == states[want.kind, want.unit][want.start * size : want.stop * size]
 
@@ -136,7 +136,7 @@ def test_planning_takes_as_much_as_is_read_whatever_n(m: int) -> None:
         asked.clear()
         wants = wants_of(manifest, new, stage=3, rank=rank)
         found = plan(layout, wants, place)
-        chunks = sum(len(list(chunk_reads(pieces, 1 << 22, 1 << 60))) for pieces in found.values())
+        blocks = sum(len(list(block_reads(pieces, 1 << 22, 1 << 60))) for pieces in found.values())
         # Each range of a unit touches the owners it overlaps and no other.
         overlaps = sum(
             -(-(want.stop - want.start) // layout.chunk(want.unit)) + 1
@@ -144,17 +144,17 @@ def test_planning_takes_as_much_as_is_read_whatever_n(m: int) -> None:
             if want.stop > want.start
         )
         assert len(asked) == sum(len(pieces) for pieces in found.values()) <= overlaps
-        assert chunks <= 2 * len(asked)
+        assert blocks <= 2 * len(asked)
 
 
-def test_a_piece_of_many_chunks_touches_each_once() -> None:
+def test_a_piece_of_many_blocks_touches_each_once() -> None:
     layout = build_layout([ParameterSpec("w", (1000,))], lambda _: "", tile=1, world_size=1)
     found = plan(layout, [Want("master", 0, 3, 990)], lambda *_: (0, 4))
-    chunks = list(chunk_reads(found[0], 64, 4000))
-    assert [chunk.index for chunk in chunks] == list(range(62))
-    assert (chunks[0].start, chunks[0].stop, chunks[0].pieces[0].start) == (0, 64, 12)
-    assert chunks[-1].stop == 3968
-    assert chunks[-1].pieces[0].stop == 3960
+    blocks = list(block_reads(found[0], 64, 4000))
+    assert [block.index for block in blocks] == list(range(62))
+    assert (blocks[0].start, blocks[0].stop, blocks[0].pieces[0].start) == (0, 64, 12)
+    assert blocks[-1].stop == 3968
+    assert blocks[-1].pieces[0].stop == 3960
 
 
 class Counting(LocalStore):
@@ -170,7 +170,7 @@ class Counting(LocalStore):
 
 
 def big(root: Path, n: int) -> tuple[Path, Manifest, States]:
-    """About three chunks for each rank at n = 3, prime sizes."""
+    """About three blocks for each rank at n = 3, prime sizes."""
     parameters = [
         ParameterSpec(f"p{i}", (numel,)) for i, numel in enumerate((1_000_003, 3_000_017, 1, 250_007))
     ]
@@ -181,8 +181,8 @@ def big(root: Path, n: int) -> tuple[Path, Manifest, States]:
 
 
 @pytest.mark.parametrize(("n", "m"), [(3, 3), (3, 2), (2, 5), (1, 4)])
-def test_a_reader_reads_straight_into_targets_each_chunk_once(tmp_path: Path, n: int, m: int) -> None:
-    """K5: no more than the slice, the headers and the chunks that ranges begin and end in."""
+def test_a_reader_reads_straight_into_targets_each_block_once(tmp_path: Path, n: int, m: int) -> None:
+    """K5: no more than the slice, the headers and the blocks that ranges begin and end in."""
     folder, manifest, states = big(tmp_path, n)
     for rank in range(m):
         store = Counting(folder)
@@ -197,13 +197,13 @@ def test_a_reader_reads_straight_into_targets_each_chunk_once(tmp_path: Path, n:
         assert sum(size for _, _, size in store.reads) == told + heads
         assert len(set(store.reads)) == len(store.reads)
         ranges = sum(1 + sum(a.stop != b.start for a, b in pairwise(_pieces(read))) for read in reads)
-        assert told <= sum(map(len, targets)) + 2 * CHUNK_BYTES * ranges
+        assert told <= sum(map(len, targets)) + 2 * BLOCK_BYTES * ranges
         if n == m:
             assert told == sum(map(len, targets)), "its own file, and no byte more"
 
 
 def _pieces(read: FileRead) -> list[Piece]:
-    return [piece for chunk in read.chunks for piece in chunk.pieces]
+    return [piece for block in read.blocks for piece in block.pieces]
 
 
 @pytest.mark.parametrize("remote", [False, True])

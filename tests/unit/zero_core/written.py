@@ -8,7 +8,7 @@ import numpy as np
 
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
-    CHUNK_BYTES,
+    BLOCK_BYTES,
     Contents,
     buffer_contents,
     digest,
@@ -85,7 +85,7 @@ def write(root: Path, manifest: Manifest, states: States, buffers: Mapping[str, 
 
 def _file(path: Path, contents: Contents, data: bytes) -> tuple[int, str]:
     assert len(data) == contents.data_bytes
-    digests: Sequence[str] = [digest(data[a : a + CHUNK_BYTES]) for a in range(0, len(data), CHUNK_BYTES)]
+    digests: Sequence[str] = [digest(data[a : a + BLOCK_BYTES]) for a in range(0, len(data), BLOCK_BYTES)]
     head = header(contents, digests)
     path.write_bytes(head + data)
     return len(head) + len(data), digest(head)
