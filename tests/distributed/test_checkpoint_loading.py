@@ -63,7 +63,7 @@ def state_of(engine: ZeroEngine) -> dict[str, bytes]:
             flat = torch.zeros(state.unit.padded)
             flat[state.start : state.stop] = getattr(state, kind)
             engine.collectives.gather_from_owners(
-                flat, state.unit.block, state.unit.numel, kind="test", tag=state.unit.index
+                flat, state.unit.chunk, state.unit.numel, kind="test", tag=state.unit.index
             )
             found[f"{kind}/{state.unit.index}"] = flat[: state.unit.numel].numpy().tobytes()
     found["counts"] = repr(
