@@ -86,7 +86,7 @@ class Conductor:
         log: JobLog,
         orders: Orders,
         group: Group,
-        checkpoints: Path,
+        checkpoints: str | Path,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -286,7 +286,7 @@ class Conductor:
         change.met_at = self._wall()
         group.meet(
             self.generation,
-            checkpoint=str(latest.path) if latest else None,
+            checkpoint=latest.location if latest else None,
             floor_step=latest.step if latest else 0,
         )
         try:
@@ -532,7 +532,8 @@ class Conductor:
         step = begun[0].step
         rank_0 = self._group.members[0].readiness
         # What a lost rank had done and not told, and nobody will do again.
-        self._write(self._ledger.rebuild(step, samples=rank_0.samples if rank_0 else 0))
+        samples = rank_0.samples if rank_0 else 0
+        self._write(self._ledger.rebuild(step, samples=samples, origin=begun[0].origin))
         self._ledger.begin([handle.name for handle in self._group.members])
         self._goodput.resume(step)
         self.step, self._recovering = step, None
@@ -562,7 +563,7 @@ class Conductor:
                 self._group.give_up(found.dead, found.cause)
 
     def _flush(self) -> None:
-        """Log the notices collected: reports in one piece, checkpoints as events."""
+        """Log the notices collected: reports in one piece, all else as events."""
         held, self._held = self._held, []
         reports = []
         for notice in held:
@@ -571,9 +572,11 @@ class Conductor:
             else:
                 self._write(reports)
                 reports = []
-                self._latest = manifest.latest(self._checkpoints)
-                data = {key: notice[key] for key in ("step", "bytes", "seconds", "generation", "reason")}
-                self._event("checkpoint", data)
+                data = {key: value for key, value in notice.items() if key != "type"}
+                if notice["type"] == "checkpoint":
+                    self._latest = manifest.latest(self._checkpoints)
+                    data["saved_productive_s"] = self._goodput.at(notice["step"])
+                self._event(notice["type"], data)
         self._write(reports)
 
     def _write(self, reports: list[dict[str, Any]]) -> None:

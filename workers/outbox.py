@@ -48,10 +48,12 @@ class Outbox:
             return page, first - 1 + len(page), len(page) == len(self._notices)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until every notice was handed out once, or the box is closed; False if it took too long."""
+        """Wait until every notice so far was handed out, or the box is closed; False if it took too long."""
+        with self._room:
+            wanted = self._last
         self._on_settling()
         with self._room:
-            return self._room.wait_for(lambda: self._handed_out == self._last or self._closed, timeout_s)
+            return self._room.wait_for(lambda: self._handed_out >= wanted or self._closed, timeout_s)
 
     def close(self) -> None:
         """Let a waiting `put` through: the group is being aborted, and its thread must come to its end."""
