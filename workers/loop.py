@@ -1,8 +1,8 @@
 """The training loop of one rank in one generation.
 
 Owns the order of things within a step: seeding, forward, backward, the agreement on wishes, the report, and
-when a checkpoint is due. The engine, the data, the clock, the saves and the way out for reports are arguments;
-Ray, actors and the forming of groups are unknown here.
+when a checkpoint is due. Engine, data, clock, saves and the way out for reports are arguments; Ray, actors and
+the forming of groups are unknown here.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""One process's checkpoints: taken in its training loop, written behind it, and told of when they are committed.
+"""One process's checkpoints: taken in its training loop, written behind it, told of when they are committed.
 
-Owns what becomes of a save: committed (older ones may go, an event), failed (an event, and the job goes on), or
-cut off with its generation, and then owed by the next one. Outlives generations, as the writer does. Knows the
-engine and the job's folder; nothing of Ray, of groups or of how a file is written.
+Owns what becomes of a save: committed (older ones may go, an event), failed (an event, and the job goes on),
+or cut off with its generation, and then owed by the next one. Outlives generations, as the writer does. Knows
+the engine and the job's folder; nothing of Ray, of groups or of how a file is written.
 """
 
 import threading
@@ -134,12 +134,9 @@ class Saves:
     def check(self, generation: int) -> None:
         """Raise FencedError or UntoldError where a save has shown that this generation is of the past."""
         with self._lock:
-            if (
-                self._dropped is not None
-                and self._dropped.generation == generation
-                and self._past is not None
-            ):
-                raise self._past
+            dropped, past = self._dropped, self._past
+        if past is not None and dropped is not None and dropped.generation == generation:
+            raise past
 
     def close(self) -> None:
         """Wait for what is being written, and end the writer."""

@@ -386,8 +386,8 @@ class Checkpoints(_Section):
         None,
         min_length=1,
         max_length=1000,
-        description="Folder (absolute) or address (`s3://bucket/folder`) that all nodes and the service reach; "
-        "the job's checkpoints go into a folder of its id there. Null: the job's own folder.",
+        description="Folder (absolute) or address (`s3://bucket/folder`) that all nodes and the service "
+        "reach; the job's checkpoints go into a folder of its id there. Null: the job's own folder.",
     )
 
     @model_validator(mode="after")

@@ -6,8 +6,8 @@ command about a group names its generation; others are refused. Knows no Ray: se
 
 The process outlives its groups, and with it the model, the data and what it holds of the training state:
 snapshots are taken when a generation ends, whatever ended it, and let go when the next one can do without. So
-does the writer of its checkpoints: what it still writes when a generation ends is committed before the next one is
-opened, or never.
+does the writer of its checkpoints: what it still writes when a generation ends is committed before the next
+one is opened, or never.
 """
 
 import gc
