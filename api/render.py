@@ -303,5 +303,13 @@ _EVENTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "checkpoint": lambda data: (
         f"{data['bytes'] / _MIB:,.2f} MiB in {seconds(data['seconds'])} ({data['reason']})"
     ),
+    "checkpoint_failed": lambda data: f"step {data['step']} ({data['reason']}): {data['error']}",
+    "checkpoint_dropped": lambda data: (
+        f"{'one' if data.get('dropped_step') is None else 'step ' + str(data['dropped_step'])}{_reason(data)}"
+    ),
+    "checkpoint_damaged": lambda data: (
+        f"{data['checkpoint']} is passed over{_reason(data)}; going on from step {data['loaded_step']}"
+    ),
+    "data_restarted": lambda data: str(data["reason"]),
     "error": lambda data: f"rank {data.get('rank')}: {data.get('message')}",
 }

@@ -1,7 +1,7 @@
 """The training loop of one rank in one generation.
 
 Owns the order of things within a step: seeding, forward, backward, the agreement on wishes, the report, and
-when a checkpoint is due. Engine, data, clock, saves and the way out for reports are arguments; Ray, actors and
+when a checkpoint is due. Engine, data, clock, saves and the way out for reports are arguments; Ray and
 the forming of groups are unknown here.
 """
 
