@@ -138,7 +138,7 @@ class ControlPlane:
         """Put a job into the queue; a key that was used before returns the first job.
 
         Raises DoesNotFit, with the numbers, before anything is stored where the cluster is too small,
-        and NotFound or InvalidRequest where another job has not the checkpoint that this one is to start from.
+        NotFound or InvalidRequest where another job has not the checkpoint that this one is to start from.
         """
         who = _bounded(who, "the name of who asks")
         if idempotency_key is not None:

@@ -389,3 +389,24 @@ def test_what_a_lost_rank_did_not_tell_and_nobody_repeats_is_told_for_it(tmp_pat
     assert rebuilt == [(5, 1, "w1"), (6, 1, "w1")]
     assert all(len([r for r in reports if r["step"] == step]) == 3 for step in range(1, 7))
     assert attempt.events("recovery")[0]["steps_repeated"] == 0
+
+
+def test_what_becomes_of_checkpoints_is_logged_as_events(attempt: Attempt) -> None:
+    """A commit comes steps after its step; what counted up to there is noted with it, for a restart."""
+    own = attempt.workers.round
+
+    def also(notices: list[dict[str, Any]]) -> None:
+        attempt.workers.round = lambda: [*own(), *(notices.pop(0) for _ in notices[:1])]  # type: ignore[method-assign]
+
+    saved = {"type": "checkpoint", "generation": 1, "step": 4, "bytes": 9, "seconds": 0.5, "stall_s": 0.1}
+    failed = {"type": "checkpoint_failed", "generation": 1, "step": 6, "reason": "interval", "error": "full"}
+    attempt.at(8, lambda: also([{**saved, "reason": "interval"}, failed]))
+    attempt.run(20)
+    (event,) = attempt.events("checkpoint")
+    assert (event["step"], event["seconds"], event["stall_s"], event["reason"]) == (4, 0.5, 0.1, "interval")
+    assert event["saved_productive_s"] == 4.0
+    assert event["productive_s"] > 7
+    (event,) = attempt.events("checkpoint_failed")
+    assert event == {"generation": 1, "step": 6, "reason": "interval", "error": "full"}
+    history = JobLog(attempt.log._path).history
+    assert (history.saved_step, history.saved_productive_s) == (4, 4.0)

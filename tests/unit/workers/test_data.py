@@ -165,7 +165,7 @@ def _places(batches: Batches, steps: range) -> list[int]:
 
 @pytest.mark.parametrize(("before", "after"), [(4, 8), (8, 4), (4, 4), (4, 6)])
 def test_another_global_batch_goes_on_where_the_samples_end(tmp_path: Path, before: int, after: int) -> None:
-    """K13: the position is what was consumed, so a job that goes on with another batch skips and repeats none."""
+    """K13: the position is what was consumed: a job with another batch skips none and repeats none."""
     data = _text(tmp_path / "a.txt", 8 * 50 + 1)
     first = open_batches(_spec(data, global_batch=before), vocabulary=256)
     second = open_batches(_spec(data, global_batch=after), vocabulary=256)
