@@ -224,7 +224,7 @@ def _in_order_of_use(schema: Schema) -> list[str]:
 
     def walk(inside: Schema) -> None:
         for field in inside.get("properties", {}).values():
-            for inner in (field, *field.get("oneOf", ()), field.get("items", {})):
+            for inner in (field, *field.get("oneOf", ()), *field.get("anyOf", ()), field.get("items", {})):
                 name = inner.get("$ref", "").rpartition("/")[2]
                 if name and name not in found:
                     found[name] = None
