@@ -34,8 +34,7 @@ def load(engine: ZeroEngine, folder: Path) -> dict[str, Any]:
             for held in held_states(engine.optimizer.states, engine.units, whole_replicas=True):
                 _fill(engine, manifest, shards, held)
         _load_buffers(engine, folder / manifests.BUFFERS)
-    updates = manifest.step if manifest.updates is None else manifest.updates
-    engine.filled(step=manifest.step, updates=updates, gate=manifest.loss_scale)
+    engine.filled(step=manifest.step, updates=manifest.updates, gate=manifest.loss_scale)
     engine.refresh_parameters()
     return dict(manifest.extra)
 
@@ -46,9 +45,9 @@ def _check_same_model(engine: ZeroEngine, manifest: Manifest, folder: Path) -> N
             f"{folder} was saved in {manifest.precision}, the engine runs in {engine.config.precision}: "
             "use the same precision"
         )
-    if set(manifest.states) != set(state_kinds(engine.config)):
+    if set(manifest.kinds) != set(state_kinds(engine.config)):
         raise CheckpointError(
-            f"{folder} holds {', '.join(manifest.states)} of each parameter, and "
+            f"{folder} holds {', '.join(manifest.kinds)} of each parameter, and "
             f"{type(engine.config.optimizer).__name__} steps with {', '.join(state_kinds(engine.config))}: "
             "use the optimizer it was saved with"
         )

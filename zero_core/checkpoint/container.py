@@ -1,0 +1,222 @@
+"""The file that tensors of a checkpoint lie in: standard safetensors, every byte of it computed beforehand.
+
+    [8 bytes: length of the header][header: JSON, padded with spaces][data: the tensors, without gaps]
+
+What a file holds follows from the manifest (`rank_contents`, `buffer_contents`), so where anything lies is
+never read from the file. The header's `__metadata__` carries a digest of every chunk of the data. The length
+of a header depends on the contents only: the data can be written before their digests are known.
+
+Pure: knows neither files nor torch. Any reader of safetensors opens such a file without this package.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+import xxhash
+
+from zero_core.errors import CheckpointError
+from zero_core.layout import Layout
+
+FORMAT = "elastic-zero/2"
+
+CHUNK_BYTES = 4 << 20
+"""Of the data section that one digest is for; the last chunk of a file may be shorter."""
+
+DIGEST_DIGITS = 32
+
+MODEL = "model"
+"""The kind of state of a frozen unit: its parameters as they are held. Trainable ones have masters."""
+
+_ALIGNMENT = 4096
+"""Data begin at a multiple of a page, so that no page belongs to two chunks."""
+
+_ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4,
+    "U16": 2, "U8": 1, "BOOL": 1, "C64": 8, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,
+}  # fmt: skip
+
+_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}  # fmt: skip
+
+_COMPUTE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+
+_DIGESTS = re.compile(rb'\{"__metadata__":\{"format":"[^"]*","chunk_bytes":"\d+","digests":"([0-9a-f]*)"')
+
+Buffers = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Name, dtype in safetensors' names, and shape of each of a model's buffers."""
+
+
+class Described(Protocol):
+    """What the contents of a rank's file follow from; a manifest is one."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def kinds(self) -> tuple[str, ...]: ...
+    @property
+    def precision(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor's place: bytes [start, stop) of the data section. `dtype` in safetensors' names, as "F32"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All tensors of one file, in the order in which they lie in it, one right behind the other."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        return self.entries[-1].stop if self.entries else 0
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks the data section has, the last of which may be short."""
+        return -(-self.data_bytes // CHUNK_BYTES)
+
+    @cached_property
+    def header_bytes(self) -> int:
+        """Bytes in front of the data section, the length among them."""
+        return len(header(self, ("0" * DIGEST_DIGITS,) * self.chunks))
+
+    @property
+    def file_bytes(self) -> int:
+        return self.header_bytes + self.data_bytes
+
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self.entries}
+
+    def chunk(self, index: int) -> tuple[int, int]:
+        """Bytes [start, stop) of the data section that digest number `index` is for."""
+        return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.data_bytes)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element. Raises CheckpointError for a dtype that safetensors has no name for."""
+    if dtype not in _ITEM_BYTES:
+        raise CheckpointError(f"dtype {dtype!r} is none of {', '.join(_ITEM_BYTES)}")
+    return _ITEM_BYTES[dtype]
+
+
+def dtype_name(dtype: str) -> str:
+    """Safetensors' name of a dtype by torch's, with or without "torch." in front."""
+    name = dtype.removeprefix("torch.")
+    if name not in _NAMES:
+        raise CheckpointError(
+            f"a tensor of dtype {name} cannot be saved: safetensors knows {', '.join(_NAMES)}"
+        )
+    return _NAMES[name]
+
+
+def held_dtype(name: str, precision: str) -> str:
+    """Safetensors' name of what a unit of layout dtype `name` is held in."""
+    if name != "compute":
+        return dtype_name(name)
+    if precision not in _COMPUTE:
+        raise CheckpointError(f"precision {precision!r} is none of {', '.join(_COMPUTE)}")
+    return _COMPUTE[precision]
+
+
+def tensor_name(kind: str, unit: int) -> str:
+    """What a rank's part of a unit is called in its file."""
+    return f"{kind}/{unit}"
+
+
+def kinds_of(described: Described, unit: int) -> tuple[str, ...]:
+    """The kinds of state that a checkpoint has of a unit."""
+    return described.kinds if described.layout.units[unit].trainable else (MODEL,)
+
+
+def kind_dtype(described: Described, unit: int, kind: str) -> str:
+    """The dtype of a kind of state of a unit: masters and moments are fp32."""
+    return held_dtype(described.layout.units[unit].dtype, described.precision) if kind == MODEL else "F32"
+
+
+def rank_contents(described: Described, rank: int) -> Contents:
+    """What the file of one rank holds: the flat part that it owns of each unit, by kind and unit.
+
+    Kind by kind, units in order, parts without elements left out; but wider elements come first, so that
+    every tensor begins at a multiple of its element.
+    """
+    layout = described.layout
+    parts = []
+    for kind in (*described.kinds, MODEL):
+        for index, unit in enumerate(layout.units):
+            start, stop = layout.owned(index, rank)
+            if unit.trainable != (kind == MODEL) and stop > start:
+                dtype = kind_dtype(described, index, kind)
+                parts.append((tensor_name(kind, index), dtype, (stop - start,)))
+    return _placed(parts)
+
+
+def buffer_contents(buffers: Iterable[tuple[str, str, tuple[int, ...]]]) -> Contents:
+    """What the file of the model's buffers holds: all of them, whole, also those without elements."""
+    return _placed(buffers)
+
+
+def header(contents: Contents, digests: Sequence[str]) -> bytes:
+    """The bytes in front of the data section. `digests`: one for each chunk, in order."""
+    if len(digests) != contents.chunks or any(len(one) != DIGEST_DIGITS for one in digests):
+        raise CheckpointError(f"{contents.chunks} chunks need a digest each, got {len(digests)}")
+    table: dict[str, object] = {
+        "__metadata__": {"format": FORMAT, "chunk_bytes": str(CHUNK_BYTES), "digests": "".join(digests)}
+    }
+    for entry in contents.entries:
+        table[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.stop],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    length = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def digests_in(header_bytes: bytes, contents: Contents) -> tuple[str, ...]:
+    """The digests of the chunks, from a header that is what `contents` say in every other byte."""
+    found = _DIGESTS.match(header_bytes, 8)
+    text = found[1].decode() if found else ""
+    digests = tuple(text[at : at + DIGEST_DIGITS] for at in range(0, len(text), DIGEST_DIGITS))
+    if len(text) != contents.chunks * DIGEST_DIGITS or header_bytes != header(contents, digests):
+        raise CheckpointError(
+            f"the header of {len(header_bytes)} bytes is not the one that the manifest leads to: it is "
+            "damaged, or of another checkpoint"
+        )
+    return digests
+
+
+def digest(*buffers: bytes | bytearray | memoryview) -> str:
+    """xxh3 of 128 bits over all bytes in order, as 32 hexadecimal digits."""
+    if len(buffers) == 1:
+        return xxhash.xxh3_128_hexdigest(buffers[0])
+    running = xxhash.xxh3_128()
+    for buffer in buffers:
+        running.update(buffer)
+    return running.hexdigest()
+
+
+def _placed(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Contents:
+    entries, stop = [], 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -item_bytes(tensor[1])):
+        start, stop = stop, stop + prod(shape) * item_bytes(dtype)
+        entries.append(Entry(name, dtype, shape, start, stop))
+    return Contents(tuple(entries))
