@@ -11,6 +11,7 @@
     |  `- LossScaleError    fp16 gradients overflow at the smallest loss scale
     |- ArenaError           more was put into a block of memory than it was built for
     |- CheckpointError      a checkpoint cannot be written, or read back exactly
+    |  |- DamagedError      bytes of a checkpoint are not those that were written
     |  `- FencedError       a newer generation has begun: this one may commit nothing
     `- ReshardError         a state cannot go from one group of ranks to another
        `- NothingHeldError  the ranks that are left hold no whole state
@@ -61,6 +62,22 @@ class ArenaError(ZeroError):
 
 class CheckpointError(ZeroError):
     """A checkpoint cannot be written, or cannot be read back exactly."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint's file is not what was written, is gone, or is of another format.
+
+    file         where it is
+    start, stop  its bytes that are concerned
+    what         is wrong with them
+    """
+
+    def __init__(self, file: str, start: int, stop: int, what: str) -> None:
+        super().__init__(f"{file}, bytes {start} to {stop}: {what}")
+        self.file, self.start, self.stop, self.what = file, start, stop, what
+
+    def __reduce__(self) -> tuple[type["DamagedError"], tuple[str, int, int, str]]:
+        return type(self), (self.file, self.start, self.stop, self.what)
 
 
 class FencedError(CheckpointError):

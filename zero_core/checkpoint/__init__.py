@@ -11,7 +11,16 @@ _HOME = {
     "Outcome": "zero_core.checkpoint.saving",
     "Saver": "zero_core.checkpoint.saving",
     "save": "zero_core.checkpoint.saving",
+    "Loaded": "zero_core.checkpoint.loading",
     "load": "zero_core.checkpoint.loading",
+    "load_newest": "zero_core.checkpoint.loading",
+    "export_model": "zero_core.checkpoint.interchange",
+    "import_model": "zero_core.checkpoint.interchange",
+    "Damage": "zero_core.checkpoint.inspection",
+    "Difference": "zero_core.checkpoint.inspection",
+    "verify": "zero_core.checkpoint.inspection",
+    "diff": "zero_core.checkpoint.inspection",
+    "dry_run": "zero_core.checkpoint.inspection",
 }
 
 __all__ = list(_HOME)

@@ -1,0 +1,231 @@
+"""What is read of a checkpoint: every wanted byte once, few others, each chunk once and verified."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.zero_core.written import States, data_of, make, random_states, write
+from zero_core.checkpoint.container import CHUNK_BYTES, item_bytes, kind_dtype, rank_contents
+from zero_core.checkpoint.manifest import Manifest
+from zero_core.checkpoint.reading import (
+    ChunkRead,
+    FileRead,
+    Piece,
+    Places,
+    Reader,
+    Want,
+    chunk_reads,
+    plan,
+    wants_of,
+)
+from zero_core.checkpoint.store import LocalStore
+from zero_core.errors import DamagedError
+from zero_core.layout import Layout, ParameterSpec, build_layout, module_units
+
+KINDS = ("master", "momentum", "variance")
+PRIMES = (1, 2, 3, 7, 13, 31, 61, 127, 251)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """0-d, empty and prime sizes, trained and frozen, integers; often fewer elements than ranks."""
+    parameters = []
+    for index in range(draw(st.integers(1, 7))):
+        shape = draw(st.one_of(st.just(()), st.just((0, 3)), st.sampled_from(PRIMES).map(lambda n: (n,))))
+        dtype = draw(st.sampled_from(["compute", "compute", "uint8", "int64"]))
+        trained = dtype == "compute" and draw(st.booleans())
+        parameters.append(ParameterSpec(f"{draw(st.sampled_from('abc'))}.{index}", shape, trained, dtype))
+    return build_layout(
+        parameters, module_units({"a", "b"}), tile=draw(st.sampled_from([1, 4, 64])), world_size=1
+    )
+
+
+def at(layout: Layout, world_size: int, kinds: tuple[str, ...] = KINDS) -> Manifest:
+    return make(layout.at(world_size), kinds=kinds)
+
+
+def item(manifest: Manifest, kind: str, unit: int) -> int:
+    return item_bytes(kind_dtype(manifest, unit, kind))
+
+
+def files(manifest: Manifest, states: States) -> list[bytes]:
+    return [data_of(manifest, states, rank) for rank in range(manifest.world_size)]
+
+
+def carry_out(old: Manifest, wants: Sequence[Want], data: Sequence[bytes], chunk_bytes: int) -> list[bytes]:
+    """What the plan brings, with all that must hold of it checked on the way."""
+    place = Places(old)
+    for rank, data_section in enumerate(data):
+        assert place.data_bytes(rank) == len(data_section)
+        for entry in rank_contents(old, rank).entries:
+            kind, _, unit = entry.name.partition("/")
+            assert place(rank, kind, int(unit)) == (entry.start, item_bytes(entry.dtype))
+    targets = [bytearray((w.stop - w.start) * item(old, w.kind, w.unit)) for w in wants]
+    written = [np.zeros(len(target), dtype=int) for target in targets]
+    for file, pieces in plan(old.layout, wants, place).items():
+        chunks: list[ChunkRead] = list(chunk_reads(pieces, chunk_bytes, len(data[file])))
+        assert all(a.index < b.index for a, b in pairwise(chunks)), "no chunk is read twice"
+        runs = 1 + sum(a.stop != b.start for a, b in pairwise(pieces))
+        wanted = sum(piece.stop - piece.start for piece in pieces)
+        assert sum(c.stop - c.start for c in chunks) <= wanted + 2 * chunk_bytes * runs
+        for chunk in chunks:
+            assert chunk.start == chunk.index * chunk_bytes
+            assert chunk.stop == min(chunk.start + chunk_bytes, len(data[file]))
+            for piece in chunk.pieces:
+                assert chunk.start <= piece.start < piece.stop <= chunk.stop
+                end = piece.offset + piece.stop - piece.start
+                targets[piece.want][piece.offset : end] = data[file][piece.start : piece.stop]
+                written[piece.want][piece.offset : end] += 1
+    assert all((counts == 1).all() for counts in written), "every wanted byte exactly once"
+    return [bytes(target) for target in targets]
+
+
+@settings(max_examples=15, deadline=None)
+@given(layouts(), st.sampled_from([8, 24, 64, 1 << 22]))
+def test_every_rank_of_any_m_gets_its_bytes_from_any_n_each_once(layout: Layout, chunk_bytes: int) -> None:
+    """K3, K4, K5: all (N, M) in 1..9 squared; prime totals, longer tails, empty and 0-d parameters."""
+    states = random_states(at(layout, 1))
+    for n in range(1, 10):
+        old = at(layout, n)
+        data = files(old, states)
+        for m in range(1, 10):
+            new = layout.at(m)
+            for rank in range(m):
+                wants = wants_of(old, new, stage=3, rank=rank)
+                for want, got in zip(wants, carry_out(old, wants, data, chunk_bytes), strict=True):
+                    size = item(old, want.kind, want.unit)
+                    expected = states[want.kind, want.unit][want.start * size : want.stop * size]
+                    assert got == expected, (n, m, rank, want)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), st.integers(1, 9), st.sampled_from([8, 64]), st.data())
+def test_any_ranges_are_read_exactly(layout: Layout, n: int, chunk_bytes: int, data: st.DataObject) -> None:
+    old = at(layout, n)
+    states = random_states(old)
+    wants = []
+    for kind, unit in states:
+        stop = data.draw(st.integers(0, layout.units[unit].numel))
+        wants.append(Want(kind, unit, data.draw(st.integers(0, stop)), stop))
+    for want, got in zip(wants, carry_out(old, wants, files(old, states), chunk_bytes), strict=True):
+        size = item(old, want.kind, want.unit)
+        assert got == states[want.kind, want.unit][want.start * size : want.stop * size]
+
+
+@pytest.mark.parametrize("m", [1, 64, 1023, 2047, 2048, 4096])
+def test_planning_takes_as_much_as_is_read_whatever_n(m: int) -> None:
+    """K14 (PyTorch 163548): counted, not timed: one question for each piece, and few pieces."""
+    parameters = [ParameterSpec(f"blocks.{i // 10}.p{i}", (1009, 1 + i % 97)) for i in range(1000)]
+    units = module_units({f"blocks.{block}" for block in range(100)})
+    layout = build_layout(parameters, units, tile=64, world_size=2048)
+    new = layout.at(m)
+    manifest = at(layout, 2048)
+    asked: list[int] = []
+    places = Places(manifest)
+
+    def place(rank: int, kind: str, unit: int) -> tuple[int, int]:
+        asked.append(rank)
+        return places(rank, kind, unit)
+
+    for rank in {0, m // 2, m - 1}:
+        asked.clear()
+        wants = wants_of(manifest, new, stage=3, rank=rank)
+        found = plan(layout, wants, place)
+        chunks = sum(len(list(chunk_reads(pieces, 1 << 22, 1 << 60))) for pieces in found.values())
+        # Each range of a unit touches the owners it overlaps and no other.
+        overlaps = sum(
+            -(-(want.stop - want.start) // layout.chunk(want.unit)) + 1
+            for want in wants
+            if want.stop > want.start
+        )
+        assert len(asked) == sum(len(pieces) for pieces in found.values()) <= overlaps
+        assert chunks <= 2 * len(asked)
+
+
+def test_a_piece_of_many_chunks_touches_each_once() -> None:
+    layout = build_layout([ParameterSpec("w", (1000,))], lambda _: "", tile=1, world_size=1)
+    found = plan(layout, [Want("master", 0, 3, 990)], lambda *_: (0, 4))
+    chunks = list(chunk_reads(found[0], 64, 4000))
+    assert [chunk.index for chunk in chunks] == list(range(62))
+    assert (chunks[0].start, chunks[0].stop, chunks[0].pieces[0].start) == (0, 64, 12)
+    assert chunks[-1].stop == 3968
+    assert chunks[-1].pieces[0].stop == 3960
+
+
+class Counting(LocalStore):
+    """Notes every read: file, first byte, bytes."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        self.reads.append((path, offset, sum(map(len, buffers))))
+        super().read_into(path, offset, buffers)
+
+
+def big(root: Path, n: int) -> tuple[Path, Manifest, States]:
+    """About three chunks for each rank at n = 3, prime sizes."""
+    parameters = [
+        ParameterSpec(f"p{i}", (numel,)) for i, numel in enumerate((1_000_003, 3_000_017, 1, 250_007))
+    ]
+    layout = build_layout(parameters, lambda name: name, tile=64, world_size=n)
+    manifest = make(layout, kinds=("master", "momentum"))
+    states = random_states(manifest)
+    return write(root, manifest, states), manifest, states
+
+
+@pytest.mark.parametrize(("n", "m"), [(3, 3), (3, 2), (2, 5), (1, 4)])
+def test_a_reader_reads_straight_into_targets_each_chunk_once(tmp_path: Path, n: int, m: int) -> None:
+    """K5: no more than the slice, the headers and the chunks that ranges begin and end in."""
+    folder, manifest, states = big(tmp_path, n)
+    for rank in range(m):
+        store = Counting(folder)
+        reader = Reader(store)
+        wants = wants_of(manifest, manifest.layout.at(m), stage=1, rank=rank)
+        targets = [bytearray(4 * (want.stop - want.start)) for want in wants]
+        reads = reader.plan(wants)
+        told = sum(reader.read(reads, [memoryview(target) for target in targets]))
+        for want, target in zip(wants, targets, strict=True):
+            assert target == states[want.kind, want.unit][4 * want.start : 4 * want.stop]
+        heads = sum(reader.contents(read.file).header_bytes for read in reads)
+        assert sum(size for _, _, size in store.reads) == told + heads
+        assert len(set(store.reads)) == len(store.reads)
+        ranges = sum(1 + sum(a.stop != b.start for a, b in pairwise(_pieces(read))) for read in reads)
+        assert told <= sum(map(len, targets)) + 2 * CHUNK_BYTES * ranges
+        if n == m:
+            assert told == sum(map(len, targets)), "its own file, and no byte more"
+
+
+def _pieces(read: FileRead) -> list[Piece]:
+    return [piece for chunk in read.chunks for piece in chunk.pieces]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_functions_and_many_small_pieces_get_verified_bytes(tmp_path: Path, remote: bool) -> None:
+    folder, manifest, states = big(tmp_path, 2)
+    wants = [Want("master", 1, 7 * i, 7 * i + 3) for i in range(300)] + [Want("momentum", 1, 10, 2_900_000)]
+    found = [bytearray(4 * (want.stop - want.start)) for want in wants]
+
+    def put(offset: int, view: memoryview) -> None:
+        assert offset % 4 == len(view) % 4 == 0, "whole elements"
+        found[-1][offset : offset + len(view)] = view
+
+    reader = Reader(f"file://{folder}" if remote else folder, manifest=None)
+    targets = [*(memoryview(target) for target in found[:-1]), put]
+    assert sum(reader.read(reader.plan(wants), targets)) > 0
+    for want, target in zip(wants, found, strict=True):
+        assert target == states[want.kind, want.unit][4 * want.start : 4 * want.stop]
+    path = folder / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    reader = Reader(folder, manifest=reader.manifest)
+    numel = manifest.layout.units[3].numel
+    with pytest.raises(DamagedError, match=r"rank-00001.safetensors, bytes .* not what was written"):
+        reader.fetch([Want("momentum", 3, numel - 1, numel)])
