@@ -7,6 +7,7 @@ through the service; or a folder or an address (anything with a slash in it), re
 import json
 import time
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,15 @@ Target = Annotated[
     ),
 ]
 _SHOWN = 20
+
+
+class Dtype(StrEnum):
+    """Of exported parameters."""
+
+    MASTER = "master"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +151,11 @@ def export(
         Path | None,
         typer.Option(help="New folder; of a folder only. A job's goes into the job's own folder."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="master (as stored), fp32, bf16 or fp16.")] = "master",
+    dtype: Annotated[Dtype, typer.Option(help="Of floating parameters; master: as stored.")] = Dtype.MASTER,
     max_shard: Annotated[str, typer.Option(help="Most bytes in a file, as 5GB.", metavar="BYTES")] = "5GB",
     as_json: AsJson = False,
 ) -> None:
     """Write the parameters as Hugging Face style safetensors."""
-    if dtype not in ("master", "fp32", "bf16", "fp16"):
-        raise planning.WrongUsage(f"--dtype {dtype}: give master, fp32, bf16 or fp16")
     limit, job = planning.byte_count(max_shard, "--max-shard"), _job(target)
     if job is None:
         from zero_core.checkpoint import interchange
@@ -158,14 +166,14 @@ def export(
             )
         if to.exists():
             raise UserMistake(f"{to} exists: give a new folder")
-        interchange.export_model(_place(target), to, dtype=dtype, max_shard_bytes=limit)
+        interchange.export_model(_place(target), to, dtype=dtype.value, max_shard_bytes=limit)
         folder, files = str(to), sorted(path.name for path in to.iterdir())
     else:
         if to is not None:
             raise planning.WrongUsage("--to: a job's parameters are exported into the job's own folder")
         with options_of(context).client() as client:
             job_id, one = _of_job(client, job)
-            exported = client.export_checkpoint(job_id, one.step, dtype=dtype, max_shard_bytes=limit)
+            exported = client.export_checkpoint(job_id, one.step, dtype=dtype.value, max_shard_bytes=limit)
         folder, files = exported.folder, exported.files
     if as_json:
         typer.echo(json.dumps({"folder": folder, "files": files}))

@@ -36,8 +36,8 @@ _ACROSS_FIELDS = (
     "`optimizer.groups` have different names, none of them `default`, and set either `lr` or `lr_factor`.",
     "`loss_scale`: `floor` <= `initial` <= `ceiling`.",
     "`start_from` names exactly one of `job`, `checkpoint` and `safetensors`; `step` goes with `job`.",
-    "Places (`checkpoints.location`, `start_from.checkpoint`, `start_from.safetensors`) are absolute paths or "
-    "addresses, without `..` and without credentials.",
+    "Places (`checkpoints.location`, `start_from.checkpoint`, `start_from.safetensors`) are absolute paths "
+    "or addresses, without `..` and without credentials.",
     "Unknown fields are refused everywhere, and so are infinities and NaN.",
 )
 

@@ -8,13 +8,13 @@ the engine and the job's folder; nothing of Ray, of groups or of how a file is w
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from workers.errors import UntoldError
 from zero_core import checkpoint
-from zero_core.checkpoint import SavedCheckpoint, Saver, manifest
+from zero_core.checkpoint import Outcome, SavedCheckpoint, Saver, manifest
 from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError, FencedError, PeerLostError
 
@@ -56,6 +56,8 @@ class _Open:
 
     order: Order
     stall_s: float = 0.0
+    begun: threading.Event = field(default_factory=threading.Event)
+    """Training goes on, so that `stall_s` is known."""
 
 
 class Saves:
@@ -156,9 +158,10 @@ class Saves:
                 extra=order.extra,
                 generation=order.generation,
                 fenced=order.fenced,
-                before_commit=lambda: self._tell_first(order),
+                first=lambda: self._tell_first(order),
             )
             mine.stall_s = time.perf_counter() - began
+            mine.begun.set()
         except BaseException:
             with self._lock:
                 if self._open is mine:
@@ -180,21 +183,22 @@ class Saves:
                 f"generation {order.generation} was broken off: step {order.step} is not saved"
             )
 
-    def _done(self, outcome: SavedCheckpoint | CheckpointError) -> None:
+    def _done(self, outcome: Outcome) -> None:
         """From the writer's thread: the open save has ended."""
         with self._lock:
-            ended = self._open
+            ended, error = self._open, outcome.error
         if ended is None:
             return
+        ended.begun.wait()
         try:
-            if isinstance(outcome, SavedCheckpoint):
-                self._committed(ended.order, outcome, stall_s=ended.stall_s)
-            elif isinstance(outcome, FencedError) or self._broken_off(ended.order.generation):
+            if outcome.saved is not None:
+                self._committed(ended.order, outcome.saved, stall_s=ended.stall_s)
+            elif isinstance(error, FencedError) or self._broken_off(ended.order.generation):
                 with self._lock:
                     self._dropped = ended.order
-                    self._past = outcome if isinstance(outcome, FencedError) else None
-            else:
-                self._failed(ended.order, outcome)
+                    self._past = error if isinstance(error, FencedError) else None
+            elif error is not None:
+                self._failed(ended.order, error)
         finally:
             with self._lock:
                 self._open = None
