@@ -18,6 +18,7 @@ from api import planning, render
 from api.cli_common import FOUND, AsJson, JobArgument, UserMistake, options_of, out
 from api.client import Client
 from api.schemas import CheckpointOut, DamageOut
+from workers.committed import committed, is_checkpoint
 from zero_core.checkpoint import manifest
 from zero_core.checkpoint.manifest import CheckpointInfo, Manifest
 from zero_core.errors import CheckpointError
@@ -96,15 +97,17 @@ def verify(context: typer.Context, target: Target, as_json: AsJson = False) -> N
     if job is None:
         from zero_core.checkpoint import inspection
 
-        path = _place(target)
+        path = _newest(target)
         damage = [
             DamageOut(file=one.file, start=one.start, stop=one.stop, what=one.what)
             for one in inspection.verify(path)
         ]
     else:
         with options_of(context).client() as client:
-            job_id, one = _of_job(client, job)
-            verified = client.verify_checkpoint(job_id, one.step)
+            job_id = client.find(job.prefix).id
+            # One that is damaged may not be listed.
+            step = _of_job(client, job)[1].step if job.step is None else job.step
+            verified = client.verify_checkpoint(job_id, step)
         path, damage = verified.path, verified.damage
     if as_json:
         told = {"path": path, "whole": not damage, "damage": [one.model_dump() for one in damage]}
@@ -256,6 +259,16 @@ def _place(target: str) -> str:
     """Folder or address of the one checkpoint that is meant: the newest where it is a folder of them."""
     newest = manifest.latest(target)
     return target.rstrip("/") if newest is None else newest.location
+
+
+def _newest(target: str) -> str:
+    """The same, be it damaged. Raises UserMistake where there is none."""
+    if is_checkpoint(target):
+        return target.rstrip("/")
+    found = committed(target)
+    if not found:
+        raise UserMistake(f"{target} is no checkpoint, and no folder of checkpoints")
+    return found[-1].location
 
 
 def _single(path: str) -> CheckpointOut:

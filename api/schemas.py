@@ -269,12 +269,11 @@ class VerifyOut(_Wire):
 
     @classmethod
     def of(cls, verified: Verified) -> Self:
-        info = verified.info
         return cls(
-            step=info.step,
-            generation=info.generation,
-            bytes=info.bytes,
-            path=info.location,
+            step=verified.step,
+            generation=verified.generation,
+            bytes=verified.bytes,
+            path=verified.location,
             whole=not verified.damage,
             damage=[DamageOut(**asdict(one)) for one in verified.damage],
             seconds=verified.seconds,

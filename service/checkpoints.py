@@ -17,10 +17,12 @@ from typing import Literal
 
 from service.errors import Busy, DamagedCheckpoint, InvalidRequest, NotFound
 from service.jobs import Job
+from workers.committed import committed
 from workers.naming import JobFolder
 from workers.spec import JobSpec, StartFrom
 from zero_core.checkpoint import manifest
 from zero_core.checkpoint.manifest import CheckpointInfo
+from zero_core.checkpoint.store import open_store
 from zero_core.errors import CheckpointError
 
 AT_ONCE = 2
@@ -41,9 +43,12 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A checkpoint that was read whole: whole if there is no damage."""
+    """A checkpoint that was read whole, `bytes` of files: whole if there is no damage."""
 
-    info: CheckpointInfo
+    step: int
+    generation: int
+    location: str
+    bytes: int
     damage: tuple[Damage, ...]
     seconds: float
 
@@ -76,38 +81,36 @@ class Checkpoints:
     def listed(self, job_id: str) -> list[CheckpointInfo]:
         """The committed ones, newest last."""
         root = self.root(job_id)
-        try:
+        with self._reachable(job_id, root):
             return manifest.scan(root)
-        except (CheckpointError, OSError) as error:
-            raise InvalidRequest(
-                f"the checkpoints of job {job_id} in {root} cannot be read from the service: {error}",
-                code="checkpoints_unreachable",
-                details={"job_id": job_id, "location": str(root)},
-            ) from error
 
     def find(self, job_id: str, step: int) -> CheckpointInfo:
         """The one of this step. Raises NotFound (unknown_checkpoint)."""
-        listed = self.listed(job_id)
-        for info in listed:
+        for info in self.listed(job_id):
             if info.step == step:
                 return info
-        steps = ", ".join(str(info.step) for info in listed[-10:]) or "none"
-        raise NotFound(
-            f"job {job_id} has no checkpoint of step {step}; the newest are of: {steps}",
-            code="unknown_checkpoint",
-            details={"job_id": job_id, "step": step},
-        )
+        raise self._unknown(job_id, step)
 
     def verify(self, job_id: str, step: int) -> Verified:
-        """Read all of it, and say what is damaged. Raises Busy."""
-        info = self.find(job_id, step)
+        """Read all of it, and say what is damaged. Raises Busy.
+
+        Also of one that is not listed, as what is damaged may be its manifest.
+        """
+        root = self.root(job_id)
+        with self._reachable(job_id, root):
+            found = [one for one in committed(root) if one.step == step]
+        if not found:
+            raise self._unknown(job_id, step)
+        one = found[-1]
         with self._place():
             from zero_core.checkpoint import inspection
 
             began = time.perf_counter()
-            found = inspection.verify(info.location)
-        damage = tuple(Damage(one.file, one.start, one.stop, one.what) for one in found)
-        return Verified(info, damage, time.perf_counter() - began)
+            damaged = inspection.verify(one.location)
+        damage = tuple(Damage(part.file, part.start, part.stop, part.what) for part in damaged)
+        size = sum(open_store(one.location).sizes().values())
+        seconds = time.perf_counter() - began
+        return Verified(one.step, one.generation, one.location, size, damage, seconds)
 
     def export(self, job_id: str, step: int, *, dtype: Dtype, max_shard_bytes: int) -> Exported:
         """Write its parameters into the job's own folder, in the place of an earlier export of the same.
@@ -165,6 +168,26 @@ class Checkpoints:
             except (NotFound, InvalidRequest):
                 location = f"{location}/{manifest.folder_name(given.step, 0)}"
         return spec.model_copy(update={"start_from": StartFrom(checkpoint=location)})
+
+    def _unknown(self, job_id: str, step: int) -> NotFound:
+        steps = ", ".join(str(info.step) for info in self.listed(job_id)[-10:]) or "none"
+        return NotFound(
+            f"job {job_id} has no checkpoint of step {step}; the newest are of: {steps}",
+            code="unknown_checkpoint",
+            details={"job_id": job_id, "step": step},
+        )
+
+    @contextmanager
+    def _reachable(self, job_id: str, root: str | Path) -> Iterator[None]:
+        """What goes wrong with the place itself is said as such."""
+        try:
+            yield
+        except (CheckpointError, OSError, ImportError) as error:
+            raise InvalidRequest(
+                f"the checkpoints of job {job_id} in {root} cannot be read from the service: {error}",
+                code="checkpoints_unreachable",
+                details={"job_id": job_id, "location": str(root)},
+            ) from error
 
     @contextmanager
     def _place(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workers.committed import committed
 from workers.data import Batches, check_resume, go_on_from
 from workers.errors import ResumeError
 from workers.loop import make_engine
@@ -26,8 +27,7 @@ from workers.protocol import Assignment, Source
 from workers.rendezvous import Groups
 from workers.spec import JobSpec
 from zero_core import ZeroEngine, checkpoint, reshard
-from zero_core.checkpoint import Loaded, interchange, manifest
-from zero_core.checkpoint.store import open_store
+from zero_core.checkpoint import Loaded, interchange
 from zero_core.errors import NothingHeldError
 from zero_core.reshard import Resharded
 from zero_core.snapshot import Snapshot
@@ -131,7 +131,7 @@ class Beginner:
         assert groups.training is not None, "one that leaves has something to hand over"
         began = time.perf_counter()
         own = assignment.checkpoint
-        if own is None and _holds_some(self._checkpoints):
+        if own is None and committed(self._checkpoints):
             own = ""  # there are some, and none that can be read: the load says why
         given = self._spec.start_from
         blank = own is not None or (given is not None and given.safetensors is None)
@@ -166,7 +166,7 @@ class Beginner:
         """The first steps of a job that goes on from another one's checkpoint."""
         began = time.perf_counter()
         notices: tuple[dict[str, Any], ...] = ()
-        if _holds_some(location):  # a folder of them
+        if committed(location):  # a folder of them
             loaded = checkpoint.load_newest(engine, location, cast=True)
             extra, notices = loaded.extra, _damage(loaded)
         else:
@@ -212,13 +212,6 @@ class Beginner:
         self._module = module
         self._on_engine(engine)
         return engine
-
-
-def _holds_some(root: str | Path) -> bool:
-    """Whether there are committed checkpoints, be they damaged."""
-    store = open_store(root)
-    folders = (name for name in store.names() if manifest.parse_name(name) is not None)
-    return any(store.size(f"{name}/{manifest.MANIFEST}") is not None for name in folders)
 
 
 def _parent(location: str) -> str:

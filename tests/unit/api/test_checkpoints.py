@@ -84,6 +84,20 @@ def test_listed_and_verified(service: Running, job: str) -> None:
     assert service.client.verify_checkpoint(job, 2).whole
 
 
+@pytest.mark.parametrize("what", ["manifest", "cut"])
+def test_one_too_damaged_to_be_listed_is_verified_all_the_same(
+    service: Running, data_dir: Path, job: str, what: str
+) -> None:
+    path = Path(service.client.checkpoints(job)[-1].path)
+    file = path / ("manifest.json" if what == "manifest" else "rank-00000.safetensors")
+    file.write_bytes(file.read_bytes()[:-5])
+    assert [one.step for one in service.client.checkpoints(job)] == [2]
+    found = service.client.verify_checkpoint(job, 4)
+    assert (found.step, found.whole, found.damage[0].file) == (4, False, file.name)
+    assert _cli(data_dir, "checkpoint", "verify", f"{job}@4").exit_code == FOUND
+    assert _cli(data_dir, "checkpoint", "verify", str(path.parent)).exit_code == FOUND
+
+
 def test_an_export_lies_in_the_jobs_own_folder_and_can_be_done_again(service: Running, job: str) -> None:
     first = service.client.export_checkpoint(job, 4, dtype="bf16")
     folder = Path(first.folder)
@@ -166,6 +180,7 @@ def test_a_job_that_starts_from_anothers_checkpoint(service: Running, job: str) 
     until(lambda: service.client.job(first.id).state == "running")
     received = service.cluster._controllers[first.id].spec.start_from
     assert received.model_dump(exclude_none=True) == {"checkpoint": service.client.checkpoints(job)[0].path}
+    service.client.cancel(first.id)
     newest = service.submit_running(start_from={"job": job})
     received = service.cluster._controllers[newest].spec.start_from
     assert received.model_dump(exclude_none=True) == {"checkpoint": str(service.plane.checkpoints.root(job))}

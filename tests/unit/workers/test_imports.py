@@ -18,6 +18,7 @@ LIGHT = (
     "progress",
     "draining",
     "mover",
+    "committed",
 )
 
 
