@@ -1,6 +1,7 @@
 """A worker without Ray: alone in its group, in a process of its own."""
 
 import ctypes
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -165,6 +166,7 @@ def _what_is_held_is_gone_on_from_unless_a_checkpoint_is_newer(folder: Path) -> 
     stopped = _until(worker, lambda poll: poll.generation == 2 and poll.outcome).outcome
     assert stopped is not None
     # Without a checkpoint: from the seed, in the same process.
+    shutil.rmtree(saved)
     _begin(worker, 3, carries=True, floor_step=stopped.step + 1)
     begun = _until(worker, lambda poll: poll.generation == 3 and poll.begun).begun
     assert begun is not None

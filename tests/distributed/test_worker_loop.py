@@ -448,6 +448,83 @@ def test_a_job_goes_on_from_anothers_checkpoint_with_another_batch(tmp_path: Pat
         assert ids == sorted(int(i) for place in places for i in batches.ids(place, 0))
 
 
+def _join_one_that_began_elsewhere(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """Rank 0 goes on from another job's checkpoint; then rank 1 joins it, which has seen nothing of that."""
+    spec = _spec(
+        **{**WIDE, "global_batch": 8},
+        start_from={"checkpoint": str(folder / "first")},
+        elastic={"replicas": 0},
+    )
+    device, batches = torch.device("cpu"), open_batches(spec, vocabulary=31)
+    beginner = Beginner(
+        spec,
+        device,
+        batches,
+        build_model(spec),
+        baseline_bytes=0,
+        on_engine=lambda _: None,
+        checkpoints=folder / "second",
+    )
+    alone, everyone = dist.new_group([0]), dist.group.WORLD
+    assert everyone is not None
+    notices: list[dict[str, Any]] = []
+    wishes, saves = Wishes(), Saves(sink=notices.append)
+
+    def train(generation: int, world_size: int, group: dist.ProcessGroup, held: list[Any]) -> list[Any]:
+        assignment = Assignment(
+            generation=generation,
+            rank=rank,
+            world_size=world_size,
+            participants=world_size,
+            store="",
+            carries=generation > 1,
+            checkpoint=None,
+        )
+        engine = beginner.begin(assignment, Groups(everyone=group, training=group), held).engine
+        assert engine is not None
+        place = Place(
+            worker=f"w{rank}",
+            generation=generation,
+            rank=rank,
+            world_size=world_size,
+            checkpoints=folder / "second",
+            device=device,
+            fenced=False,
+        )
+        TrainingLoop(
+            spec=spec,
+            place=place,
+            engine=engine,
+            batches=batches,
+            wishes=wishes,
+            sink=notices.append,
+            saves=saves,
+        ).run()
+        snapshots = list(engine.snapshots())
+        engine.detach()
+        return snapshots
+
+    held: list[Any] = []
+    if rank == 0:
+        wishes.ask(Wish.RESIZE)
+        held = train(1, 1, alone, [])
+    train(2, 2, everyone, held)
+    return notices
+
+
+def test_one_that_joins_learns_from_where_the_samples_are_counted(tmp_path: Path) -> None:
+    """K13 over a live resize: the position belongs to the state, and goes where that goes."""
+    run_ranks(1, _train, tmp_path / "first", _spec(**WIDE), (0, 3, Wish.PAUSE))
+    results = run_ranks(2, _join_one_that_began_elsewhere, tmp_path)
+    found = _trace([(Outcome(step=9), notices) for notices in results])
+    assert sorted(found) == [5, 6, 7, 8, 9]
+    assert {n["world_size"] for n in results[0] if n["type"] == "report"} == {1, 2}
+    batches = open_batches(_spec(**{**WIDE, "global_batch": 2}), vocabulary=31)
+    for step, (_, ids) in found.items():
+        places = range(32 + (step - 5) * 4, 32 + (step - 4) * 4)
+        assert ids == sorted(int(i) for place in places for i in batches.ids(place, 0))
+
+
 def test_a_job_with_other_data_begins_them_anew_and_says_so(tmp_path: Path) -> None:
     run_ranks(1, _train, tmp_path / "first", _spec(), (0, 3, Wish.PAUSE))
     (newest,) = manifest.scan(tmp_path / "first")[-1:]
