@@ -32,7 +32,7 @@ from zero_core.checkpoint.container import (
 )
 from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, SAVING, Manifest, Place
 from zero_core.checkpoint.store import Store, open_store
-from zero_core.checkpoint.writing import Part, Payload, Work, temporary_name, understood
+from zero_core.checkpoint.writing import Part, Payload, Work, temporary_name, understood, write_behind
 from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError, FencedError, UsageError, ZeroError
 from zero_core.snapshot import held_states, persistent_buffers, state_kinds
@@ -164,7 +164,7 @@ class Saver:
 
         def run() -> None:
             try:
-                written = size if work is None else _write_behind(work, first)
+                written = size if work is None else write_behind(work, first)
                 saved = SavedCheckpoint(location, step, written, time.perf_counter() - began)
                 outcome = Outcome(step, generation, saved, None)
             except CheckpointError as error:
@@ -207,24 +207,6 @@ class Saver:
         if on_gpu:
             torch.cuda.synchronize()
         return [_bytes_of(staging[:need])]
-
-
-def _write_behind(work: Work, first: Callable[[], None] | None) -> int:
-    """One rank's whole save, without a collective; returns the bytes of all files."""
-    try:
-        try:
-            if first is not None:
-                first()
-            work.write()
-        except Exception as error:
-            work.tell_failure(work.understood(error))
-            raise
-        return work.commit(work.collect()) if work.rank == 0 else work.outcome()
-    except Exception as error:
-        failure = work.understood(error)
-        if work.rank == 0:
-            work.give_up(failure)
-        raise failure from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ write, and none of them waits for ever. Knows bytes, and nothing of engines or p
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -271,34 +271,48 @@ class Work:
                 return Manifest.from_json(text, self.store.location(self.final)).bytes
             with suppress(FileNotFoundError):
                 told = _receipt_from(self.store.read(self._farewell))
-                self.store.remove(self._receipt(self.rank))
-                raise (FencedError if told.fenced else CheckpointError)(told.error)
+                error = (FencedError if told.fenced else CheckpointError)(told.error)
+                self.tell_failure(error)
+                raise error
             if gone:
                 raise CheckpointError(f"rank 0 gave up on {self.store.location(self.final)}: see its error")
         raise AssertionError("looking ends by an error")
 
     def give_up(self, error: CheckpointError) -> None:
-        """Rank 0: tell the others why, give them time to read it, and leave nothing."""
-        waiting = {
-            rank for rank in range(1, self.draft.world_size) if self._has_written(rank)
-        }  # others are told by the folder being gone
+        """Rank 0: tell the others why, give them time to read it, and leave nothing.
+
+        A rank that is still writing then finds the folder gone; where folders cannot go, what tells it why
+        stays there.
+        """
+        told = Receipt(error=str(error), fenced=isinstance(error, FencedError))
+        waiting = self._unaware(range(1, self.draft.world_size))
         try:
             if waiting:
-                told = Receipt(error=str(error), fenced=isinstance(error, FencedError))
                 self.store.write(self._farewell, _receipt_text(told), durable=False)
-                until = time.monotonic() + _FAREWELL_S
-                while waiting and time.monotonic() < until:
-                    time.sleep(0.02 if self.store.moves else 0.2)
-                    waiting = {rank for rank in waiting if self._has_written(rank)}
+            until = time.monotonic() + _FAREWELL_S
+            while waiting and time.monotonic() < until:
+                time.sleep(0.02 if self.store.moves else 0.2)
+                waiting = self._unaware(waiting)
+            if waiting and not self.store.moves:
+                for name in self.store.names(self.temporary):
+                    if not self._farewell.endswith(f"/{name}"):
+                        self.store.remove(f"{self.temporary}/{name}")
+                return
         except OSError:
             pass  # then the folder will be gone
         self.abandon()
 
-    def _has_written(self, rank: int) -> bool:
+    def _unaware(self, ranks: Iterable[int]) -> list[int]:
+        """Those of other ranks that can still be told of a failure."""
+        return [rank for rank in ranks if not self._knows(rank)]
+
+    def _knows(self, rank: int) -> bool:
         try:
-            return self._read(rank).error is None
-        except (OSError, CheckpointError):
-            return False
+            return _receipt_from(self.store.read(self._receipt(rank))).error is not None
+        except FileNotFoundError:
+            return self.store.moves  # it writes still, and will find the folder gone
+        except OSError:
+            return True
 
     def _looking(self, progress: Callable[[], int], what: str) -> Iterator[None]:
         """Come back again and again, more and more seldom; an error when nothing happens for too long."""
@@ -332,9 +346,27 @@ class Work:
 
     def _read(self, rank: int) -> Receipt:
         found = _receipt_from(self.store.read(self._receipt(rank)))
-        if found.error is not None and self.rank != rank:
+        if found.error is not None:
             raise (FencedError if found.fenced else CheckpointError)(found.error)
         return found
+
+
+def write_behind(work: Work, first: Callable[[], None] | None = None) -> int:
+    """One rank's whole save, without a collective; returns the bytes of all files. `first` comes first."""
+    try:
+        try:
+            if first is not None:
+                first()
+            work.write()
+        except Exception as error:
+            work.tell_failure(work.understood(error))
+            raise
+        return work.commit(work.collect()) if work.rank == 0 else work.outcome()
+    except Exception as error:
+        failure = work.understood(error)
+        if work.rank == 0:
+            work.give_up(failure)
+        raise failure from error
 
 
 def temporary_name(store: Store, place: str, final: str, token: str) -> str:
