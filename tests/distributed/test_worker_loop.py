@@ -331,6 +331,17 @@ def test_what_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert [info.step for info in manifest.scan(tmp_path)] == [3, 6, 7]
 
 
+def test_checkpoints_in_a_store_that_cannot_rename(tmp_path: Path) -> None:
+    """As `checkpoints.location` may be: saved behind the training, gone on from, pruned."""
+    place: Any = f"file://{tmp_path}/bucket/job"
+    spec = _spec(checkpoints={"every_steps": 2, "keep": 2})
+    run_ranks(2, _train, place, spec, (0, 3, Wish.PAUSE))
+    assert [info.step for info in manifest.scan(place)] == [2, 4]
+    rest = run_ranks(3, _train, place, spec)
+    assert sorted({report["step"] for report in _reports(rest)}) == [5, 6, 7]
+    assert [info.step for info in manifest.scan(place)] == [6, 7]
+
+
 def _in_the_way(rank: int, world_size: int, folder: Path, spec: JobSpec) -> list[dict[str, Any]]:
     """A file stands where the folder should be, until step 5."""
 
