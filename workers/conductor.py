@@ -18,6 +18,7 @@ from workers.commands import Resize
 from workers.draining import Departure, Nodes, Relocation
 from workers.goodput import Goodput
 from workers.group import Group, Handle
+from workers.latest import Latest
 from workers.ledger import Ledger
 from workers.log import JobLog
 from workers.losses import Losses
@@ -127,7 +128,7 @@ class Conductor:
         self.step = history.step
         self._trained_until = history.time
         self._workers_before = history.workers
-        self._latest = manifest.latest(checkpoints)
+        self._latest = Latest(checkpoints)
         self._ledger = Ledger(spec)
         self._failing_since: float | None = None
         self._forming = False
@@ -280,15 +281,11 @@ class Conductor:
         self._failing_since = None
         manifest.open_generation(self._checkpoints, self.generation)
         if change.event != "resize":
-            self._latest = manifest.latest(self._checkpoints)
-        latest = self._latest
+            self._latest.look()
         self._forming = True
         change.met_at = self._wall()
-        group.meet(
-            self.generation,
-            checkpoint=latest.location if latest else None,
-            floor_step=latest.step if latest else 0,
-        )
+        latest = self._latest
+        group.meet(self.generation, checkpoint=latest.location, floor_step=latest.floor_step)
         try:
             while (begun := group.begun()) is None:
                 ending = self._judge()
@@ -536,6 +533,7 @@ class Conductor:
         self._write(self._ledger.rebuild(step, samples=samples, origin=begun[0].origin))
         self._ledger.begin([handle.name for handle in self._group.members])
         self._goodput.resume(step)
+        self._latest.began(step)
         self.step, self._recovering = step, None
         order = self._orders.resize
         if order and order.workers == self.world_size:
@@ -574,7 +572,7 @@ class Conductor:
                 reports = []
                 data = {key: value for key, value in notice.items() if key != "type"}
                 if notice["type"] == "checkpoint":
-                    self._latest = manifest.latest(self._checkpoints)
+                    self._latest.saved(notice["step"], notice["location"])
                     data["saved_productive_s"] = self._goodput.at(notice["step"])
                 self._event(notice["type"], data)
         self._write(reports)

@@ -218,6 +218,7 @@ class Saves:
                 "type": "checkpoint",
                 "generation": order.generation,
                 "step": saved.step,
+                "location": saved.location,
                 "bytes": saved.bytes,
                 "seconds": saved.seconds,
                 "stall_s": stall_s,

@@ -399,6 +399,7 @@ def test_what_becomes_of_checkpoints_is_logged_as_events(attempt: Attempt) -> No
         attempt.workers.round = lambda: [*own(), *(notices.pop(0) for _ in notices[:1])]  # type: ignore[method-assign]
 
     saved = {"type": "checkpoint", "generation": 1, "step": 4, "bytes": 9, "seconds": 0.5, "stall_s": 0.1}
+    saved["location"] = "/r/step-00000004.g0001"
     failed = {"type": "checkpoint_failed", "generation": 1, "step": 6, "reason": "interval", "error": "full"}
     attempt.at(8, lambda: also([{**saved, "reason": "interval"}, failed]))
     attempt.run(20)

@@ -19,6 +19,7 @@ LIGHT = (
     "draining",
     "mover",
     "committed",
+    "latest",
 )
 
 
