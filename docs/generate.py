@@ -59,6 +59,7 @@ _FURTHER_CODES = (
     ("foreign_origin", 403, "A browser sent the request for a page of another site."),
     ("method_not_allowed", 405, "The path answers other methods only."),
     ("body_too_large", 413, "The body exceeds the bound."),
+    ("export_failed", 500, "An export could not be written; the detail says why, and nothing of it is left."),
     ("cluster_error", 500, "The cluster refused for a reason that is no outage."),
     ("internal_error", 500, "A fault of the service; its log says more."),
     ("too_many_streams", 503, "All streams are in use."),

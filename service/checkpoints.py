@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from service.errors import Busy, DamagedCheckpoint, InvalidRequest, NotFound
+from service.errors import Busy, DamagedCheckpoint, InvalidRequest, NotFound, ServiceError
 from service.jobs import Job
 from workers.committed import committed
 from workers.naming import JobFolder
@@ -115,7 +115,8 @@ class Checkpoints:
     def export(self, job_id: str, step: int, *, dtype: Dtype, max_shard_bytes: int) -> Exported:
         """Write its parameters into the job's own folder, in the place of an earlier export of the same.
 
-        Raises Busy, and DamagedCheckpoint where it cannot be read whole; then nothing is left.
+        Raises Busy, DamagedCheckpoint where it cannot be read whole, and ServiceError (export_failed) where
+        the export cannot be written; then nothing is left.
         """
         info = self.find(job_id, step)
         target = JobFolder(self._storage, job_id).export(step, dtype)
@@ -123,15 +124,21 @@ class Checkpoints:
             from zero_core.checkpoint import interchange
 
             began = time.perf_counter()
-            target.parent.mkdir(parents=True, exist_ok=True)
             draft = target.parent / f".exporting-{secrets.token_hex(8)}"
             try:
+                target.parent.mkdir(parents=True, exist_ok=True)
                 interchange.export_model(info.location, draft, dtype=dtype, max_shard_bytes=max_shard_bytes)
                 sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
                 _put_in_place(draft, target)
             except CheckpointError as error:
                 raise DamagedCheckpoint(
                     f"step {step} of job {job_id} cannot be exported: {error}",
+                    details={"job_id": job_id, "step": step},
+                ) from error
+            except OSError as error:
+                raise ServiceError(
+                    f"the export of step {step} of job {job_id} cannot be written to {target}: {error}",
+                    code="export_failed",
                     details={"job_id": job_id, "step": step},
                 ) from error
             finally:

@@ -206,8 +206,8 @@ def _places(spec: JobSpec, workers: int, budget: Budget | None, beside: int, vie
     roomy = sum(min(room.workers(resources), int(room.memory_bytes // needed)) for room in nodes)
     if workers > roomy:
         return [
-            f"{workers} ranks of {needed:,} bytes each ({_parts(budget, beside)}) are more than the memory of "
-            f"the cluster's {len(nodes)} nodes: {_listed(nodes)}; there is memory for {roomy}; "
+            f"{workers} ranks of {needed:,} bytes each ({_parts(budget, beside)}) are more than the memory "
+            f"of the cluster's {len(nodes)} nodes: {_listed(nodes)}; there is memory for {roomy}; "
             "a higher zero.stage or a smaller micro_batch takes less"
         ]
     return []

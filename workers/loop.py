@@ -146,10 +146,8 @@ class TrainingLoop:
             done = engine.steps_done
             stop = next((wish for wish in STOPS if wish in agreed), None)
             reason = self._reason_to_save(agreed, done)
-            if Wish.OWED in agreed:
-                self._tell_owed()
             if reason:
-                self._save(reason)
+                self._save(reason, owed=Wish.OWED in agreed)
             if stop and done < last:
                 return Outcome(step=done, reason=stop)
         return Outcome(step=last)
@@ -206,7 +204,7 @@ class TrainingLoop:
         self._engine.backward(loss)
         return [int(sample) for sample in ids]
 
-    def _save(self, reason: str) -> None:
+    def _save(self, reason: str, *, owed: bool) -> None:
         checkpoints, place, done = self._spec.checkpoints, self._place, self._engine.steps_done
         with self._engine.doing("checkpoint"):
             self._saves.save(
@@ -227,24 +225,8 @@ class TrainingLoop:
                     keep_every=checkpoints.keep_every,
                     behind=checkpoints.asynchronous and reason in _BEHIND,
                     must=reason in _MUST,
+                    owed=owed,
                 ),
-            )
-
-    def _tell_owed(self) -> None:
-        """A save was cut off with the generation before; say so, as one is taken now in its place."""
-        owed = self._saves.owed(self._place.generation)
-        if owed is not None:
-            self._saves.drop(owed)
-        if self._place.rank == 0:
-            self._sink(
-                {
-                    "type": "checkpoint_dropped",
-                    "generation": self._place.generation,
-                    "step": self._engine.steps_done,
-                    "dropped_step": owed.step if owed else None,
-                    "dropped_generation": owed.generation if owed else None,
-                    "reason": "its group ended before it was committed; one is taken now in its place",
-                }
             )
 
     def _tell(self, report: StepReport, samples: list[int], step_s: float) -> None:

@@ -35,6 +35,7 @@ class Order:
     keep, keep_every  what of older ones stays
     behind            whether training goes on while it is written
     must              whether the job must not go on without it: its failure is then raised
+    owed              whether some rank knows of one that was cut off, which this one makes up for
     """
 
     root: str | Path
@@ -48,6 +49,7 @@ class Order:
     keep_every: int | None
     behind: bool
     must: bool
+    owed: bool = False
 
 
 @dataclass(slots=True)
@@ -102,9 +104,7 @@ class Saves:
         began = time.perf_counter()
         self._wait(order.generation)
         self.check(order.generation)
-        with self._lock:
-            if self._dropped is not None and self._dropped.generation < order.generation:
-                self._dropped = None  # this one is newer, and covers it
+        self._make_up(order)
         try:
             if order.behind:
                 self._begin(engine, order, began)
@@ -120,18 +120,16 @@ class Saves:
             self._failed(order, error)
             if order.must:
                 raise
+        except BaseException:
+            with self._lock:
+                self._dropped = order  # cut off with its group
+            raise
 
     def owed(self, generation: int) -> Order | None:
         """What a generation before this one was saving when it ended, and nobody has saved since."""
         with self._lock:
             dropped = self._dropped
         return dropped if dropped is not None and dropped.generation < generation else None
-
-    def drop(self, order: Order) -> None:
-        """The group has agreed to make up for it."""
-        with self._lock:
-            if self._dropped is order:
-                self._dropped = None
 
     def check(self, generation: int) -> None:
         """Raise FencedError or UntoldError where a save has shown that this generation is of the past."""
@@ -144,6 +142,24 @@ class Saves:
         """Wait for what is being written, and end the writer."""
         if self._saver is not None:
             self._saver.close()
+
+    def _make_up(self, order: Order) -> None:
+        """This one covers what was cut off before; say so."""
+        before = self.owed(order.generation)
+        if before is not None:
+            with self._lock:
+                self._dropped = self._past = None
+        if order.rank == 0 and (before is not None or order.owed):
+            self._sink(
+                {
+                    "type": "checkpoint_dropped",
+                    "generation": order.generation,
+                    "step": order.step,
+                    "dropped_step": before.step if before else None,
+                    "dropped_generation": before.generation if before else None,
+                    "reason": "its group ended before it was committed; one is taken now in its place",
+                }
+            )
 
     def _begin(self, engine: ZeroEngine, order: Order, began: float) -> None:
         if self._saver is None:

@@ -121,6 +121,13 @@ def test_an_export_of_a_damaged_checkpoint_is_refused_and_leaves_nothing(service
     assert list((service.plane._folder(job).path / "exports").iterdir()) == []
 
 
+def test_an_export_that_cannot_be_written_says_so(service: Running, job: str) -> None:
+    (service.plane._folder(job).path / "exports").touch()
+    with pytest.raises(Refused, match="cannot be written") as refused:
+        service.client.export_checkpoint(job, 2)
+    assert (refused.value.status, refused.value.code) == (500, "export_failed")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [
