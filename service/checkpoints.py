@@ -145,8 +145,19 @@ class Checkpoints:
                 shutil.rmtree(draft, ignore_errors=True)
         return Exported(info, target, tuple(sizes), sum(sizes.values()), time.perf_counter() - began)
 
-    def check_start(self, spec: JobSpec) -> None:
-        """Raise NotFound or InvalidRequest where a new job wants to begin with what another one has not."""
+    def check(self, spec: JobSpec) -> None:
+        """Of a new job: raise InvalidRequest where its checkpoints are to go to an unknown kind of place.
+
+        And NotFound or InvalidRequest where it is to begin with what another job has not.
+        """
+        try:
+            open_store(spec.checkpoints.location or self._storage)
+        except CheckpointError as error:
+            raise InvalidRequest(
+                f"checkpoints.location: {error}",
+                code="checkpoints_unreachable",
+                details={"location": spec.checkpoints.location},
+            ) from error
         given = spec.start_from
         if given is None or given.job is None:
             return

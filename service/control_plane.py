@@ -146,7 +146,7 @@ class ControlPlane:
             first = self._store.submitted_before(spec, who=who, idempotency_key=idempotency_key)
             if first is not None:
                 return first
-        self.checkpoints.check_start(spec)
+        self.checkpoints.check(spec)
         found = self.plan(spec)
         if not found.fits:
             raise DoesNotFit(

@@ -550,6 +550,22 @@ def test_a_job_with_other_data_begins_them_anew_and_says_so(tmp_path: Path) -> N
         assert ids == sorted(int(i) for m in range(MICRO_BATCHES) for i in batches.ids(step - 5, m))
 
 
+def test_a_job_goes_on_at_another_stage_and_precision(tmp_path: Path) -> None:
+    run_ranks(2, _train, tmp_path / "first", _spec(), (0, 3, Wish.PAUSE))
+    other = _spec(
+        precision="bf16", zero={"stage": 3}, start_from={"checkpoint": str(tmp_path / "first")}, steps=6
+    )
+    results = run_ranks(2, _train, tmp_path / "second", other)
+    assert sorted(_losses(results)) == [5, 6]
+
+
+def test_a_beginning_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for given in ("checkpoint", "safetensors"):
+        other = _spec(start_from={given: str(tmp_path / "nothing")})
+        with pytest.raises(RankFailedError, match="nothing"):
+            run_ranks(1, _train, tmp_path / "second", other)
+
+
 def test_a_beginning_that_has_done_all_steps_is_refused(tmp_path: Path) -> None:
     run_ranks(1, _train, tmp_path / "first", _spec(steps=3))
     other = _spec(steps=3, start_from={"checkpoint": str(tmp_path / "first")})

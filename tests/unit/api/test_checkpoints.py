@@ -221,6 +221,12 @@ def test_a_job_that_keeps_its_checkpoints_elsewhere(service: Running, saved: Pat
     assert service.client.verify_checkpoint(job_id, 4).whole
 
 
+def test_a_place_that_no_store_is_known_for_is_refused_on_submission(service: Running) -> None:
+    with pytest.raises(Refused, match="Protocol not known: nosuch") as refused:
+        service.client.submit(SPEC | {"checkpoints": {"location": "nosuch://bucket/folder"}})
+    assert (refused.value.status, refused.value.code) == (422, "checkpoints_unreachable")
+
+
 # On the command line
 
 
