@@ -158,8 +158,8 @@ class Saver:
             raise UsageError("this Saver is closed: begin no more saves with it")
         self.wait()
         began, step = time.perf_counter(), engine.steps_done
-        store, told = open_store(root), _Told(extra, generation, fenced, seed, versions)
-        work, size = _prepare(engine, store, told, self._stage)
+        store, asked = open_store(root), _Told(extra, generation, fenced, seed, versions)
+        work, size = _prepare(engine, store, asked, self._stage)
         location = store.location(manifests.folder_name(step, generation))
 
         def run() -> None:
@@ -167,8 +167,9 @@ class Saver:
                 written = size if work is None else write_behind(work, first)
                 saved = SavedCheckpoint(location, step, written, time.perf_counter() - began)
                 outcome = Outcome(step, generation, saved, None)
-            except CheckpointError as error:
-                outcome = Outcome(step, generation, None, error)
+            except Exception as error:  # whatever it is, it must reach somebody
+                told = error if isinstance(error, CheckpointError) else CheckpointError(repr(error))
+                outcome = Outcome(step, generation, None, told)
             self._on_done(outcome)
 
         self._thread = Thread(target=run, name=f"save-{step}", daemon=True)

@@ -94,7 +94,7 @@ def test_prune_keeps_the_newest_and_sweeps_interrupted_saves(tmp_path: Path) -> 
         manifest.prune(tmp_path, keep=0)
 
 
-def test_prune_keeps_every_so_manieth_step_as_well(tmp_path: Path) -> None:
+def test_prune_keeps_multiples_of_keep_every_as_well(tmp_path: Path) -> None:
     for step in (5, 10, 15, 20, 23):
         commit(tmp_path, step)
     commit(tmp_path, 23, 2)

@@ -167,7 +167,8 @@ class Lying(Files):
 def test_a_rename_that_reports_failure_is_looked_at_again(tmp_path: Path) -> None:
     """K12 (HPCC 18352)."""
     store = LocalStore(tmp_path, Lying())
-    together(work_of(store, world_size=2, step=5), write_behind)
+    sizes = together(work_of(store, world_size=2, step=5), write_behind)
+    assert sizes == [manifest.scan(store)[0].bytes] * 2
     reads_back(store, 5)
 
 
@@ -181,6 +182,41 @@ def test_a_rename_that_has_not_happened_is_a_failure(tmp_path: Path) -> None:
     errors = together(work_of(LocalStore(tmp_path, Refusing()), world_size=2, step=5), write_behind)
     assert all(isinstance(error, CheckpointError) for error in errors)
     assert list(tmp_path.iterdir()) == []
+
+
+class Recording(Files):
+    """What was synced and closed, in order, and what was renamed."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+        self._open: dict[int, str] = {}
+
+    def open(self, path: Path, flags: int) -> int:
+        descriptor = super().open(path, flags)
+        self._open[descriptor] = path.name
+        return descriptor
+
+    def fsync(self, descriptor: int) -> None:
+        super().fsync(descriptor)
+        self.told.append(("synced", self._open[descriptor]))
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self.told.append(("renamed", target.name))
+
+
+def test_all_is_synced_before_the_rename_and_the_folders_after(tmp_path: Path) -> None:
+    files = Recording()
+    store = LocalStore(tmp_path, files)
+    manifest.open_generation(tmp_path, 1)
+    works = work_of(store, world_size=2, step=5, fenced=True)
+    together(works, write_behind)
+    commit = files.told.index(("renamed", manifest.folder_name(5, 1)))
+    before, after = files.told[:commit], files.told[commit + 1 :]
+    for name in [*manifest.expected_files(2), "manifest.json.part"]:
+        assert ("synced", name) in before
+    assert before[-1] == ("synced", works[0].temporary.rpartition("/")[2])
+    assert after[:2] == [("synced", ".generation-0001"), ("synced", tmp_path.name)]
 
 
 def test_a_receipt_of_another_save_is_none(place: Store) -> None:
