@@ -27,7 +27,14 @@ GROUPS = (
 )
 
 
-def make(stage: int, precision: str = "fp32", model: nn.Module | None = None, **changes: Any) -> ZeroEngine:
+def make(
+    stage: int,
+    precision: str = "fp32",
+    model: nn.Module | None = None,
+    *,
+    blank: bool = False,
+    **changes: Any,
+) -> ZeroEngine:
     settings: dict[str, Any] = {
         "micro_batches": 5,
         "optimizer": AdamWConfig(lr=1e-2),
@@ -37,7 +44,8 @@ def make(stage: int, precision: str = "fp32", model: nn.Module | None = None, **
         "staging_bytes": 4096,
         **changes,
     }
-    return ZeroEngine(model or build(), ZeroConfig(stage=stage, precision=precision, **settings))
+    config = ZeroConfig(stage=stage, precision=precision, **settings)
+    return ZeroEngine(model or build(), config, blank=blank)
 
 
 def train(engine: ZeroEngine, steps: range) -> None:
@@ -88,7 +96,7 @@ def bytes_read() -> int:
 
 
 def load_wide(rank: int, world: int, root: Path, stage: int) -> tuple[int, int, int, dict[str, bytes]]:
-    engine = make(stage, model=wide(2), groups=())
+    engine = make(stage, model=wide(2), groups=(), blank=stage != 3)
     info = manifest.latest(root)
     assert info is not None
     held = list(held_states(engine.optimizer.states, engine.units, whole_replicas=True))
@@ -103,7 +111,10 @@ def load_wide(rank: int, world: int, root: Path, stage: int) -> tuple[int, int, 
         allowed += 2 * CHUNK_BYTES * runs if read.bytes != sum(p.stop - p.start for p in pieces) else 0
     before = bytes_read()
     checkpoint.load(engine, info.location)
-    return bytes_read() - before, needed, allowed, full_sums(engine)
+    read = bytes_read() - before
+    foretold = checkpoint.dry_run(info.location, world, stage=stage)[rank]
+    assert foretold <= read <= foretold + 64_000, "and the manifest, and what ranks say to each other"
+    return read, needed, allowed, full_sums(engine)
 
 
 @pytest.mark.parametrize(("saver", "loaders"), [(3, [(3, 3), (2, 3), (4, 1)]), (1, [(2, 0), (5, 2)])])
@@ -137,7 +148,7 @@ def save_and_go_on(rank: int, world: int, root: Path) -> list[dict[str, bytes]]:
 def load_and_go_on(rank: int, world: int, root: Path, stage: int) -> list[dict[str, bytes]]:
     found = []
     for precision in ("fp32", "fp16"):
-        engine = make(stage, precision, model=build(seed=9))
+        engine = make(stage, precision, model=build(seed=9), blank=stage == 3)
         loaded = checkpoint.load_newest(engine, root / precision)
         assert (loaded.step, loaded.extra, loaded.skipped) == (2, {"at": 2}, ())
         train(engine, range(2, 4))
@@ -299,6 +310,10 @@ def fails_late(rank: int, world: int, root: Path) -> tuple[int, str]:
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(engine, folder)
     failed_after = calls
+    listed, loading._candidates = loading._candidates, lambda *_: 1 / 0  # type: ignore[assignment, return-value]
+    with pytest.raises(CheckpointError, match=r"looking for checkpoints in .* rank 0: ZeroDivisionError"):
+        checkpoint.load_newest(engine, root)
+    loading._candidates = listed
     reading.Reader._fill = fill  # type: ignore[method-assign]
     checkpoint.load(engine, folder)
     return failed_after, str(caught.value)

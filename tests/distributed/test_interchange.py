@@ -138,6 +138,11 @@ def test_an_export_is_bit_equal_and_comes_back(tmp_path: Path) -> None:
     for path in (tmp_path / "out-bf16").iterdir():
         (hub / path.name).symlink_to(path)
     cases.append((0, "bf16", str(hub)))
+    tensors = load_file(tmp_path / "out-fp32" / "model.safetensors")
+    tensors["head.weight"] = tensors.pop("embed.weight")  # under its other name
+    (tmp_path / "renamed").mkdir()
+    save_file(tensors, tmp_path / "renamed" / "model.safetensors")
+    cases.append((2, "fp32", str(tmp_path / "renamed")))
     wanted = [saved[precision][1] for _, precision, _ in cases]
     for answer in run_ranks(2, imports, cases):
         assert answer == wanted

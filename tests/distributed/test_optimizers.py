@@ -18,8 +18,8 @@ from zero_core import (
     ZeroConfig,
     ZeroEngine,
     checkpoint,
-    manifest,
 )
+from zero_core.checkpoint import manifest
 from zero_core.groups import members
 from zero_core.schedule import factor
 

@@ -68,10 +68,18 @@ def load_newest(
     says so; one of another model or precision is an error, as it is for `load`. Raises CheckpointError on
     every rank where none is left.
     """
-    store = open_store(root)
+    names, locations, failure = list[str](), list[str](), None
+    try:
+        if engine.rank == 0:  # one rank looks: another might see one more, or one less
+            store = open_store(root)
+            names = _candidates(store, not_after)
+            locations = [store.location(name) for name in names]
+    except Exception as error:
+        failure = error
+    _agree(engine.collectives, f"looking for checkpoints in {root}", failure)
+    names, locations = engine.collectives.gather_objects((names, locations))[0]
     skipped: list[tuple[str, str]] = []
-    for name in engine.collectives.gather_objects(_candidates(engine, store, not_after))[0]:
-        location = store.location(name)
+    for name, location in zip(names, locations, strict=True):
         try:
             manifest = _load(engine, location, cast=cast, name=name)
         except DamagedError as error:
@@ -87,10 +95,8 @@ def load_newest(
     )
 
 
-def _candidates(engine: ZeroEngine, store: Store, not_after: int | None) -> list[str]:
-    """On rank 0 the names of all committed checkpoints, whole or not, the newest first."""
-    if engine.rank:
-        return []
+def _candidates(store: Store, not_after: int | None) -> list[str]:
+    """The names of all committed checkpoints, whole or not, the newest first."""
     found = {
         parsed: name
         for name in store.names()

@@ -1,5 +1,7 @@
 """Whether a checkpoint is whole, how two differ, what a new number of ranks would read."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -197,3 +199,9 @@ def test_a_dry_run_counts_what_each_rank_would_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="world_size 0"):
         dry_run(folder, 0)
     assert manifest.world_size == 3
+
+
+def test_looking_into_a_checkpoint_needs_no_torch() -> None:
+    code = "import sys, zero_core.checkpoint.inspection; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
