@@ -27,8 +27,9 @@ class Latest:
             self.location, self.floor_step = location, found.step if found else 0
 
     def saved(self, step: int, location: str) -> None:
-        """A commit was told."""
-        self.location, self.floor_step = location, step
+        """A commit was told; perhaps late, after that of a newer generation."""
+        if step >= self.floor_step:
+            self.location, self.floor_step = location, step
 
     def began(self, step: int) -> None:
         """A generation has begun at this step, having found nothing newer that it could go on from."""

@@ -45,3 +45,5 @@ def test_a_generation_that_begins_later_changes_nothing(listed: list[SimpleNames
     latest.saved(5, "/r/5")
     latest.began(8)
     assert latest.floor_step == 5
+    latest.saved(3, "/r/3")
+    assert (latest.location, latest.floor_step) == ("/r/5", 5)
