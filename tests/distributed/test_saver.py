@@ -173,6 +173,7 @@ def fail_on_one(rank: int, world: int, root: Path, failing: int) -> None:
     with pytest.raises(CheckpointError, match="JSON" if rank == 0 else "failed on rank"):
         saver.begin(engine, root, extra={"x": float("nan")}, generation=1)
     assert {path.name for path in root.iterdir()} == {"LATEST", manifest.folder_name(0, 1)}
+    engine.collectives.gather_numbers((0.0,))  # rank 0 makes the next one's folder at once
     saver.begin(engine, root, extra={}, generation=1)
     saver.close()
     assert [info.step for info in manifest.scan(root)] == [0, 2]

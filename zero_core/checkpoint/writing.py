@@ -145,10 +145,7 @@ class Work:
             self._tell(Receipt(error=_said(self.rank, error), fenced=isinstance(error, FencedError)))
         except OSError:
             if self.store.moves:
-                away = f"{self.temporary}.failed"
-                with suppress(OSError):
-                    self.store.rename(self.temporary, away)
-                    self.store.remove_tree(away)
+                self.abandon()
 
     def commit(self, receipts: Sequence[Receipt]) -> int:
         """Rank 0: what all ranks have written becomes a checkpoint, or none of it. Returns its bytes."""
@@ -217,11 +214,20 @@ class Work:
             raise
 
     def abandon(self) -> None:
-        """Rank 0: leave nothing of a save that failed, as far as the storage lets us."""
-        with suppress(OSError):
-            self.store.remove(f"{self.temporary}/{MANIFEST}")
-        with suppress(OSError):
-            self.store.remove_tree(self.temporary)
+        """Leave nothing of a save that failed, as far as the storage lets us.
+
+        The folder is moved away first: a rank that is still writing can put nothing into it any more.
+        """
+        away = f"{self.temporary}.failed"
+        if self.store.moves:
+            with suppress(OSError):
+                self.store.rename(self.temporary, away)
+        else:
+            with suppress(OSError):
+                self.store.remove(f"{self.temporary}/{MANIFEST}")
+        for folder in (away, self.temporary) if self.store.moves else (self.temporary,):
+            with suppress(OSError):
+                self.store.remove_tree(folder)
 
     def check_fence(self) -> None:
         """Raises FencedError where a newer generation has begun."""
@@ -244,7 +250,14 @@ class Work:
 
     def receipts(self) -> list[Receipt]:
         """Rank 0, when all ranks have written: what they say."""
-        return [self._read(rank) for rank in range(self.draft.world_size)]
+        found = [self._told(self._receipt(rank)) for rank in range(self.draft.world_size)]
+        for rank, receipt in enumerate(found):
+            if receipt is None:
+                raise CheckpointError(
+                    f"rank {rank} left no receipt in {self.store.location(self.temporary)}: do all ranks see "
+                    "the same storage?"
+                )
+        return [_good(receipt) for receipt in found if receipt is not None]
 
     def collect(self) -> list[Receipt]:
         """Rank 0: wait until all ranks have written. Raises CheckpointError as soon as one has failed."""
@@ -255,8 +268,11 @@ class Work:
             if not there:
                 raise CheckpointError(f"a rank took {self.store.location(self.temporary)} away: it failed")
             for rank, path in paths.items():
-                if rank not in found and path.rpartition("/")[2] in there:
-                    found[rank] = self._read(rank)
+                if rank in found or path.rpartition("/")[2] not in there:
+                    continue
+                receipt = self._told(path)
+                if receipt is not None:
+                    found[rank] = _good(receipt)
             if len(found) == len(paths):
                 break
         return [found[rank] for rank in sorted(found)]
@@ -266,14 +282,16 @@ class Work:
         own = f"{self.temporary}/{next(iter(self.payloads))}"
         for _ in self._looking(lambda: 0, "rank 0 has neither committed nor given up"):
             gone = self.store.size(own) is None
-            with suppress(OSError):
-                text = self.store.read(f"{self.final}/{MANIFEST}").decode()
-                return Manifest.from_json(text, self.store.location(self.final)).bytes
-            with suppress(FileNotFoundError):
-                told = _receipt_from(self.store.read(self._farewell))
-                error = (FencedError if told.fenced else CheckpointError)(told.error)
-                self.tell_failure(error)
-                raise error
+            size = self._committed()
+            if size is not None:
+                return size
+            told = self._told(self._farewell)
+            if told is not None:
+                try:
+                    _good(told)
+                except CheckpointError as error:
+                    self.tell_failure(error)
+                    raise
             if gone:
                 raise CheckpointError(f"rank 0 gave up on {self.store.location(self.final)}: see its error")
         raise AssertionError("looking ends by an error")
@@ -308,11 +326,11 @@ class Work:
 
     def _knows(self, rank: int) -> bool:
         try:
-            return _receipt_from(self.store.read(self._receipt(rank))).error is not None
-        except FileNotFoundError:
-            return self.store.moves  # it writes still, and will find the folder gone
+            found = self._told(self._receipt(rank))
         except OSError:
             return True
+        # One that writes still will find the folder gone.
+        return self.store.moves if found is None else found.error is not None
 
     def _looking(self, progress: Callable[[], int], what: str) -> Iterator[None]:
         """Come back again and again, more and more seldom; an error when nothing happens for too long."""
@@ -344,11 +362,37 @@ class Work:
     def _tell(self, receipt: Receipt) -> None:
         self.store.write(self._receipt(self.rank), _receipt_text(receipt), durable=False)
 
-    def _read(self, rank: int) -> Receipt:
-        found = _receipt_from(self.store.read(self._receipt(rank)))
-        if found.error is not None:
-            raise (FencedError if found.fenced else CheckpointError)(found.error)
-        return found
+    def _told(self, path: str) -> Receipt | None:
+        """What a receipt says; None while it is not there, or not all of it."""
+        try:
+            data = json.loads(self.store.read(path))
+        except (FileNotFoundError, ValueError):
+            return None
+        return Receipt(
+            tuple((size, digest) for size, digest in data["files"]),
+            tuple((kind, unit, start, stop) for kind, unit, start, stop in data["parts"]),
+            data["error"],
+            data["fenced"],
+        )
+
+    def _committed(self) -> int | None:
+        """Bytes of the checkpoint, once it is one."""
+        try:
+            text = self.store.read(f"{self.final}/{MANIFEST}").decode()
+            return Manifest.from_json(text, self.store.location(self.final)).bytes
+        except (OSError, ValueError):
+            return None
+        except CheckpointError:
+            if self.store.moves:
+                raise
+            return None  # a part of it, in a store that lets one see that
+
+
+def _good(receipt: Receipt) -> Receipt:
+    """The same receipt. Raises what the rank failed with."""
+    if receipt.error is not None:
+        raise (FencedError if receipt.fenced else CheckpointError)(receipt.error)
+    return receipt
 
 
 def write_behind(work: Work, first: Callable[[], None] | None = None) -> int:
@@ -432,13 +476,3 @@ def _receipt_text(receipt: Receipt) -> bytes:
             "fenced": receipt.fenced,
         }
     ).encode()
-
-
-def _receipt_from(text: bytes) -> Receipt:
-    data = json.loads(text)
-    return Receipt(
-        tuple((size, told) for size, told in data["files"]),
-        tuple((kind, unit, start, stop) for kind, unit, start, stop in data["parts"]),
-        data["error"],
-        data["fenced"],
-    )
