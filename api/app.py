@@ -16,7 +16,7 @@ from api import problems
 from api.auth import Auth, Guard
 from api.dashboard import routes as dashboard
 from api.limits import BodyLimit
-from api.routes import cluster, health, jobs, plan, ranks
+from api.routes import checkpoints, cluster, health, jobs, plan, ranks
 from api.schemas import ProblemOut
 from api.stream import MAX_STREAMS, Streams
 from service.control_plane import ControlPlane
@@ -62,6 +62,6 @@ def create_app(plane: ControlPlane, auth: Auth, *, max_streams: int = MAX_STREAM
     app.add_middleware(Guard, auth=auth)
     app.include_router(health.router)
     app.include_router(dashboard.router)
-    for part in (jobs, ranks, cluster, plan):
+    for part in (jobs, checkpoints, ranks, cluster, plan):
         app.include_router(part.router, dependencies=[_TOKEN_DOCUMENTED], responses=_PROBLEMS)
     return app

@@ -1,7 +1,7 @@
 """The command `elastic-zero`: each command asks the service one thing and shows the answer.
 
 Finds the service and its token by the data folder. Exit codes: 0 done, 1 refused or failed, 2 wrong usage,
-3 no answer from the service.
+3 no answer from the service, 4 damage or differences found. About checkpoints: `api.cli_checkpoints`.
 """
 
 import json
@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +16,24 @@ import psutil
 import typer
 import yaml
 from pydantic import ValidationError
-from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from api import planning, render, server_file
+from api import cli_checkpoints, planning, render, server_file
+from api.cli_common import (
+    FAILED,
+    UNREACHABLE,
+    WRONG_USAGE,
+    AsJson,
+    JobArgument,
+    Options,
+    UserMistake,
+    err,
+    options_of,
+    out,
+)
 from api.client import Client, ClientError, Refused, Unreachable
-from api.connection import NoService, connect
+from api.connection import NoService
 from api.narrator import Narrator
 from api.schemas import JobOut
 from api.server_file import ServerRecord
@@ -32,11 +42,8 @@ from service.errors import ServiceError
 from service.local_ray import LocalRay
 from service.settings import Settings
 from workers.spec import JobSpec
-from zero_core.errors import ConfigError
+from zero_core.errors import CheckpointError, ConfigError
 
-FAILED = 1
-WRONG_USAGE = 2
-UNREACHABLE = 3
 END_TIMEOUT_S = 60.0
 
 _EVENTS_SHOWN = 12
@@ -54,7 +61,7 @@ class _Commands(TyperGroup):
             _fail(f"{error.code}: {error.detail}", FAILED, error.members.get("errors"))
         except (planning.WrongUsage, ConfigError) as error:
             _fail(str(error), WRONG_USAGE)
-        except (ClientError, ServiceError, TokenFileError, UserMistake) as error:
+        except (ClientError, ServiceError, TokenFileError, UserMistake, CheckpointError) as error:
             _fail(str(error), FAILED)
 
 
@@ -65,24 +72,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Trains models too large for one device, as a service.",
 )
-_out = Console()
-_err = Console(stderr=True)
-
-
-class UserMistake(Exception):  # noqa: N818 - named for the outcome
-    """A file or value given on the command line cannot be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What was given before the command."""
-
-    settings: Settings
-    url: str | None
-    token_file: Path | None
-
-    def client(self) -> Client:
-        return connect(self.settings, url=self.url, token_file=self.token_file)
+app.add_typer(cli_checkpoints.group, name="checkpoint")
+app.command("reshard")(cli_checkpoints.reshard)
 
 
 @app.callback()
@@ -101,9 +92,7 @@ def options(
     context.obj = Options(_settings(**given), url, token_file)
 
 
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or the beginning of it.")]
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Job specification, YAML or JSON.")]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 
 
 @app.command()
@@ -122,7 +111,7 @@ def serve(
     from api.server import serve as serve_until_told
 
     given = {"host": host, "port": port, "local_cpus": local_cpus, "ray_address": ray_address}
-    before = _of(context).settings
+    before = options_of(context).settings
     overrides = {name: value for name, value in given.items() if value is not None}
     settings = _settings(**{"data_dir": before.data_dir, **overrides})
     try:
@@ -139,7 +128,7 @@ def down(
     ] = False,
 ) -> None:
     """End the service of this data folder, and its local Ray."""
-    settings = _of(context).settings
+    settings = options_of(context).settings
     record = server_file.read(settings.data_dir)
     if record is not None and record.alive:
         _end(record)
@@ -163,7 +152,7 @@ def submit(
     ] = None,
 ) -> None:
     """Submit a job; prints its id."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         job = client.submit(_specification(file), idempotency_key=idempotency_key)
         typer.echo(job.id)
         if watch:
@@ -247,7 +236,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(plans.as_json()))
     else:
-        _out.print(render.stages_table(plans))
+        out.print(render.stages_table(plans))
 
 
 @app.command()
@@ -258,32 +247,32 @@ def jobs(
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         page = client.page(limit=limit, state=state)
     if as_json:
         typer.echo(json.dumps([job.model_dump(mode="json") for job in page.jobs]))
         return
-    _out.print(render.jobs_table(page.jobs))
+    out.print(render.jobs_table(page.jobs))
     if page.next_cursor is not None:
-        _err.print(f"there are more; --limit shows more than {limit}", style="dim")
+        err.print(f"there are more; --limit shows more than {limit}", style="dim")
 
 
 @app.command()
 def show(context: typer.Context, job: JobArgument, as_json: AsJson = False) -> None:
     """Show one job: state, each rank's memory and throughput, checkpoints, the latest events."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         found = client.find(job)
         if as_json:
             typer.echo(found.model_dump_json())
             return
         events = list(client.events(found.id))[-_EVENTS_SHOWN:]
-        _out.print(render.job_details(found, client.ranks(found.id), client.checkpoints(found.id), events))
+        out.print(render.job_details(found, client.ranks(found.id), client.checkpoints(found.id), events))
 
 
 @app.command()
 def watch(context: typer.Context, job: JobArgument) -> None:
     """Watch a job until it is over; exit code 1 unless it succeeded. Ctrl-C leaves it running."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         _watch(client, client.find(job))
 
 
@@ -294,7 +283,7 @@ def resize(
     workers: Annotated[int, typer.Argument(min=1, metavar="N", help="Workers wanted.")],
 ) -> None:
     """Ask for another number of workers."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         after = client.resize(client.find(job).id, workers)
     typer.echo(f"job {after.id}: {after.workers.wanted} workers wanted, {after.workers.current} at work")
 
@@ -302,41 +291,33 @@ def resize(
 @app.command()
 def pause(context: typer.Context, job: JobArgument) -> None:
     """Save a job and free its workers."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         _tell(client.pause(client.find(job).id))
 
 
 @app.command()
 def resume(context: typer.Context, job: JobArgument) -> None:
     """Let a paused job go on."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         _tell(client.resume(client.find(job).id))
 
 
 @app.command()
 def cancel(context: typer.Context, job: JobArgument) -> None:
     """Stop a job for good."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         _tell(client.cancel(client.find(job).id))
-
-
-@app.command()
-def checkpoint(context: typer.Context, job: JobArgument) -> None:
-    """Save a job's state at the next step boundary."""
-    with _of(context).client() as client:
-        after = client.save_checkpoint(client.find(job).id)
-    typer.echo(f"job {after.id}: a checkpoint is saved at the next step boundary")
 
 
 @app.command()
 def nodes(context: typer.Context, as_json: AsJson = False) -> None:
     """List the cluster's nodes: what they have free, and which jobs are on them."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         found = client.nodes()
     if as_json:
         typer.echo(json.dumps([node.model_dump(mode="json") for node in found]))
         return
-    _out.print(render.nodes_table(found, now=time.time()))
+    out.print(render.nodes_table(found, now=time.time()))
 
 
 @app.command()
@@ -351,7 +332,7 @@ def drain(
     ] = None,
 ) -> None:
     """Give a node no new work, and have jobs move off it without losing a step."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         after = client.drain(client.find_node(node).id, reason=reason, deadline_s=deadline)
     on_it = ", ".join(f"job {one.job} ({len(one.workers)} workers)" for one in after.jobs) or "no job"
     typer.echo(f"node {after.id[:12]} ({after.address}) is drained; on it: {on_it}")
@@ -365,9 +346,9 @@ def logs(
     tail: Annotated[int, typer.Option(min=1, max=5000, help="Last lines of each.")] = 50,
 ) -> None:
     """Show the ends of the workers' logs."""
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         for log in client.logs(client.find(job).id, worker=worker, tail=tail):
-            _out.print(Text(f"== {log.worker}", style="bold"))
+            out.print(Text(f"== {log.worker}", style="bold"))
             # Not through rich: a log is shown as it is.
             for line in log.lines:
                 typer.echo(line)
@@ -376,11 +357,11 @@ def logs(
 @app.command()
 def dashboard(context: typer.Context) -> None:
     """Print the dashboard's address, and where the token for signing in is."""
-    given = _of(context)
+    given = options_of(context)
     with given.client() as client:
         client.ready()
         typer.echo(f"{client.url}/dashboard")
-    _err.print(f"sign in with the token in {given.token_file or given.settings.token_file}", style="dim")
+    err.print(f"sign in with the token in {given.token_file or given.settings.token_file}", style="dim")
 
 
 @app.command()
@@ -389,7 +370,7 @@ def demo() -> None:
     from api.demo import DemoFailed, run
 
     try:
-        run(_out)
+        run(out)
     except DemoFailed as error:
         raise UserMistake(f"the demo failed: {error}") from error
 
@@ -406,12 +387,12 @@ def _fits(context: typer.Context, file: Path | None, others: list[str], *, as_js
         raise planning.WrongUsage(
             f"--fits asks the service about FILE as it is; leave out {', '.join(others)}"
         )
-    with _of(context).client() as client:
+    with options_of(context).client() as client:
         answer = client.plan(_specification(file))
     if as_json:
         typer.echo(answer.model_dump_json())
     else:
-        _out.print(render.plan_table(answer))
+        out.print(render.plan_table(answer))
     if not answer.fits:
         raise typer.Exit(FAILED)
 
@@ -426,11 +407,6 @@ def _valid(content: dict[str, Any], file: Path) -> JobSpec:
             for item in error.errors()
         )
         raise UserMistake(f"{file} is no job specification: {said}") from error
-
-
-def _of(context: typer.Context) -> Options:
-    given: Options = context.obj
-    return given
 
 
 def _refuse_if_live(settings: Settings) -> None:
@@ -483,13 +459,13 @@ def _specification(file: Path) -> dict[str, Any]:
 def _watch(client: Client, job: JobOut) -> None:
     last = job
     try:
-        with Narrator(_out) as narrator:
+        with Narrator(out) as narrator:
             for streamed in client.follow(job.id):
                 narrator.tell(streamed.item)
                 if isinstance(streamed.item, JobOut):
                     last = streamed.item
     except KeyboardInterrupt:
-        _err.print(f"job {job.id} runs on; 'elastic-zero watch {job.id}' looks again", style="dim")
+        err.print(f"job {job.id} runs on; 'elastic-zero watch {job.id}' looks again", style="dim")
         raise typer.Exit(0) from None
     _tell(last)
     if last.state != "succeeded":
@@ -504,9 +480,9 @@ def _tell(job: JobOut) -> None:
 
 
 def _fail(text: str, code: int, listed: list[dict[str, str]] | None = None) -> None:
-    _err.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+    err.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
     for item in (listed or [])[1:]:
-        _err.print(Text(f"       {item['field']}: {item['message']}"))
+        err.print(Text(f"       {item['field']}: {item['message']}"))
     sys.exit(code)
 
 

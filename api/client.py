@@ -21,6 +21,7 @@ from api.schemas import (
     CheckpointsOut,
     EventOut,
     EventsOut,
+    ExportOut,
     JobOut,
     JobPageOut,
     LogOut,
@@ -32,6 +33,7 @@ from api.schemas import (
     RanksOut,
     ReadinessOut,
     ReportOut,
+    VerifyOut,
 )
 from workers.spec import JobSpec
 
@@ -40,6 +42,9 @@ SILENCE_TIMEOUT_S = 35.0
 """Longest silence on a stream; the service sends a heartbeat every ten seconds."""
 
 RECONNECT_PAUSE_S = 0.5
+
+_PATIENT = httpx.Timeout(TIMEOUT_S, read=None)
+"""For what reads whole checkpoints."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 StreamItem = JobOut | EventOut | ReportOut
@@ -208,6 +213,19 @@ class Client:
     def save_checkpoint(self, job_id: str) -> JobOut:
         """Save one at the next step boundary."""
         return self._ask(JobOut, "POST", _path(job_id, "/checkpoints"))
+
+    def verify_checkpoint(self, job_id: str, step: int) -> VerifyOut:
+        """Have a whole checkpoint read; waits as long as that takes."""
+        path = _path(job_id, f"/checkpoints/{step}/verify")
+        return self._ask(VerifyOut, "POST", path, timeout=_PATIENT)
+
+    def export_checkpoint(
+        self, job_id: str, step: int, *, dtype: str = "master", max_shard_bytes: int | None = None
+    ) -> ExportOut:
+        """Have a checkpoint's parameters exported into the job's folder; waits as long as that takes."""
+        body = _given({"dtype": dtype, "max_shard_bytes": max_shard_bytes})
+        path = _path(job_id, f"/checkpoints/{step}/export")
+        return self._ask(ExportOut, "POST", path, json=body, timeout=_PATIENT)
 
     def follow(self, job_id: str, *, after: int = 0, patience_s: float = 60.0) -> Iterator[Streamed]:
         """What happened after an id and what happens, until the job is over.

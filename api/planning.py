@@ -37,10 +37,10 @@ def parameter_count(text: str) -> int:
     return _number("--params", text, _COUNT, "parameters, such as 7.5e9, 7.5B, 124M or 124000000")
 
 
-def byte_count(text: str) -> int:
+def byte_count(text: str, option: str = "--device-bytes") -> int:
     """Bytes as people write them: 32e9, 32GB, 32GiB. Raises WrongUsage."""
     with_b = {f"{unit}b": size for unit, size in (_BYTES | _BINARY).items()}
-    return _number("--device-bytes", text, _BYTES | _BINARY | with_b, "bytes, such as 32e9, 32GB or 32GiB")
+    return _number(option, text, _BYTES | _BINARY | with_b, "bytes, such as 32e9, 32GB or 32GiB")
 
 
 @dataclass(frozen=True, slots=True)

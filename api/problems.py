@@ -29,6 +29,8 @@ STATUS: Mapping[type[errors.ServiceError], int] = {
     errors.ImpossibleResize: 409,
     errors.DoesNotFit: 409,
     errors.Conflict: 412,
+    errors.DamagedCheckpoint: 409,
+    errors.Busy: 503,
     errors.ClusterUnavailable: 503,
 }
 """HTTP status of each branch of the service's error tree; what is not here is a fault of ours, 500."""

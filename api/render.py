@@ -146,7 +146,7 @@ def plan_table(plan: PlanOut) -> RenderableType:
         return Group(*lines)
     table = Table("each rank", Column("MiB", justify="right"), box=None, pad_edge=False)
     rows = [(name, getattr(plan.per_rank, name)) for name, _ in _CATEGORIES[:-1]]
-    rows += [("together", plan.per_rank.total), ("the process itself", plan.process_bytes)]
+    rows += [("together", plan.per_rank.total), ("the process, its copy for checkpoints", plan.process_bytes)]
     for name, size in rows:
         table.add_row(name.replace("_", " "), f"{size / _MIB:,.2f}")
     return Group(*lines, Text(f"{plan.parameters:,} parameters"), table)
@@ -302,6 +302,15 @@ _EVENTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "worker_lost": lambda data: f"rank {data.get('rank')} ({data.get('worker')}): {data.get('cause')}",
     "checkpoint": lambda data: (
         f"{data['bytes'] / _MIB:,.2f} MiB in {seconds(data['seconds'])} ({data['reason']})"
+        + (f", training held up {seconds(data['stall_s'])}" if "stall_s" in data else "")
     ),
+    "checkpoint_failed": lambda data: f"step {data['step']} ({data['reason']}): {data['error']}",
+    "checkpoint_dropped": lambda data: (
+        f"{'one' if data.get('dropped_step') is None else 'step ' + str(data['dropped_step'])}{_reason(data)}"
+    ),
+    "checkpoint_damaged": lambda data: (
+        f"{data['checkpoint']} is passed over{_reason(data)}; going on from step {data['loaded_step']}"
+    ),
+    "data_restarted": lambda data: str(data["reason"]),
     "error": lambda data: f"rank {data.get('rank')}: {data.get('message')}",
 }

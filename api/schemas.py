@@ -16,6 +16,7 @@ from workers.reports import RankReport
 from workers.spec import JobSpec
 
 if TYPE_CHECKING:  # the client reads these models without loading the database's and the planner's code
+    from service.checkpoints import Exported, Verified
     from service.control_plane import NodeUse, Readiness
     from service.jobs import Job
     from service.logs import LogTail
@@ -221,7 +222,7 @@ class CheckpointOut(_Wire):
     created: float
     world_size: int
     stage: int
-    path: str
+    path: str = Field(description="Its folder or address, as the service sees it.")
 
     @classmethod
     def of(cls, info: CheckpointInfo) -> Self:
@@ -232,7 +233,7 @@ class CheckpointOut(_Wire):
             created=info.created,
             world_size=info.world_size,
             stage=info.stage,
-            path=str(info.path),
+            path=info.location,
         )
 
 
@@ -244,6 +245,78 @@ class CheckpointsOut(_Wire):
     @classmethod
     def of(cls, infos: list[CheckpointInfo]) -> Self:
         return cls(checkpoints=[CheckpointOut.of(info) for info in infos])
+
+
+class DamageOut(_Wire):
+    """Bytes [start, stop) of a file of a checkpoint that are not what was written."""
+
+    file: str
+    start: int
+    stop: int
+    what: str
+
+
+class VerifyOut(_Wire):
+    """A checkpoint that was read whole, and what was found."""
+
+    step: int
+    generation: int
+    bytes: int
+    path: str
+    whole: bool = Field(description="Whether every byte is as it was written.")
+    damage: list[DamageOut]
+    seconds: float
+
+    @classmethod
+    def of(cls, verified: Verified) -> Self:
+        return cls(
+            step=verified.step,
+            generation=verified.generation,
+            bytes=verified.bytes,
+            path=verified.location,
+            whole=not verified.damage,
+            damage=[DamageOut(**asdict(one)) for one in verified.damage],
+            seconds=verified.seconds,
+        )
+
+
+class ExportIn(BaseModel):
+    """How parameters are exported. Where to is not said: it is the job's own folder."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: Literal["master", "fp32", "bf16", "fp16"] = Field(
+        "master",
+        description="Of floating-point parameters; master: as they are stored, fp32. Others keep theirs.",
+    )
+    max_shard_bytes: int = Field(
+        5_000_000_000,
+        ge=1024,
+        le=MAX_ID,
+        description="Most bytes of parameters in one file; a single larger parameter has a file to itself.",
+    )
+
+
+class ExportOut(_Wire):
+    """Exported parameters: a folder, as the service sees it, the names of its files, and their bytes."""
+
+    step: int
+    generation: int
+    folder: str
+    files: list[str]
+    bytes: int
+    seconds: float
+
+    @classmethod
+    def of(cls, exported: Exported) -> Self:
+        return cls(
+            step=exported.info.step,
+            generation=exported.info.generation,
+            folder=str(exported.folder),
+            files=list(exported.files),
+            bytes=exported.bytes,
+            seconds=exported.seconds,
+        )
 
 
 class NodeJobOut(_Wire):

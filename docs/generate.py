@@ -35,6 +35,9 @@ _ACROSS_FIELDS = (
     "`schedule.warmup_steps` does not exceed `steps`.",
     "`optimizer.groups` have different names, none of them `default`, and set either `lr` or `lr_factor`.",
     "`loss_scale`: `floor` <= `initial` <= `ceiling`.",
+    "`start_from` names exactly one of `job`, `checkpoint` and `safetensors`; `step` goes with `job`.",
+    "Places (`checkpoints.location`, `start_from.checkpoint`, `start_from.safetensors`) are absolute paths "
+    "or addresses, without `..` and without credentials.",
     "Unknown fields are refused everywhere, and so are infinities and NaN.",
 )
 
@@ -44,6 +47,9 @@ _FURTHER_CODES = (
     ("unknown_node", 404, "The cluster has no such node."),
     ("node_gone", 409, "The node is gone already, so it cannot be drained."),
     ("head_node", 409, "The node is the head of the Ray cluster, which ends with it; it cannot be drained."),
+    ("unknown_checkpoint", 404, "The job has no checkpoint of this step."),
+    ("no_checkpoint", 422, "The job that another one is to start from has no checkpoint yet."),
+    ("checkpoints_unreachable", 422, "The service cannot read the place of the job's checkpoints."),
     ("unknown_route", 404, "Nothing is served under the path."),
     ("invalid_cursor", 422, "The cursor is not one that a page of jobs returned."),
     ("idempotency_conflict", 412, "The idempotency key was used with another specification."),
@@ -53,6 +59,7 @@ _FURTHER_CODES = (
     ("foreign_origin", 403, "A browser sent the request for a page of another site."),
     ("method_not_allowed", 405, "The path answers other methods only."),
     ("body_too_large", 413, "The body exceeds the bound."),
+    ("export_failed", 500, "An export could not be written; the detail says why, and nothing of it is left."),
     ("cluster_error", 500, "The cluster refused for a reason that is no outage."),
     ("internal_error", 500, "A fault of the service; its log says more."),
     ("too_many_streams", 503, "All streams are in use."),
@@ -218,7 +225,7 @@ def _in_order_of_use(schema: Schema) -> list[str]:
 
     def walk(inside: Schema) -> None:
         for field in inside.get("properties", {}).values():
-            for inner in (field, *field.get("oneOf", ()), field.get("items", {})):
+            for inner in (field, *field.get("oneOf", ()), *field.get("anyOf", ()), field.get("items", {})):
                 name = inner.get("$ref", "").rpartition("/")[2]
                 if name and name not in found:
                     found[name] = None

@@ -13,6 +13,7 @@ from typing import Any
 
 from service import jobs, planner
 from service.changes import Changes
+from service.checkpoints import Checkpoints
 from service.cluster import Cluster, ClusterView, NodeView
 from service.collector import Collector
 from service.errors import ClusterUnavailable, DoesNotFit, InvalidRequest, NotFound, WrongState
@@ -26,8 +27,6 @@ from service.settings import Settings
 from service.store import EntryType, JobPage, Store, TimelineEntry
 from workers.naming import JobFolder
 from workers.spec import JobSpec
-from zero_core.checkpoint import manifest
-from zero_core.checkpoint.manifest import CheckpointInfo
 
 MAX_PAGE = 1000
 MAX_WAIT_S = 60.0
@@ -84,6 +83,8 @@ class ControlPlane:
         self._cluster = cluster
         self._clock = clock
         self._new_id = new_id
+        self.checkpoints = Checkpoints(settings.storage_dir, store.get)
+        """What can be asked of jobs' checkpoints. Checks and exports take as long as they take."""
         self._changes = Changes()
         self._collector = Collector(
             store,
@@ -101,6 +102,7 @@ class ControlPlane:
             clock=clock,
             max_controller_losses=settings.max_controller_losses,
             status_interval_s=settings.reconcile_interval_s,
+            resolved=self.checkpoints.resolved,
         )
         interval_s = settings.poll_interval_s
         self._keeping = Loop("keeper", self._keeper.round, interval_s=interval_s)
@@ -135,7 +137,8 @@ class ControlPlane:
     def submit(self, spec: JobSpec, *, who: str, idempotency_key: str | None = None) -> Job:
         """Put a job into the queue; a key that was used before returns the first job.
 
-        Raises DoesNotFit, with the numbers, before anything is stored where the cluster is too small.
+        Raises DoesNotFit, with the numbers, before anything is stored where the cluster is too small,
+        NotFound or InvalidRequest where another job has not the checkpoint that this one is to start from.
         """
         who = _bounded(who, "the name of who asks")
         if idempotency_key is not None:
@@ -143,6 +146,7 @@ class ControlPlane:
             first = self._store.submitted_before(spec, who=who, idempotency_key=idempotency_key)
             if first is not None:
                 return first
+        self.checkpoints.check(spec)
         found = self.plan(spec)
         if not found.fits:
             raise DoesNotFit(
@@ -252,10 +256,6 @@ class ControlPlane:
     def logs(self, job_id: str, *, worker: str | None, tail_lines: int) -> list[LogTail]:
         """The ends of the workers' logs."""
         return tails(self._folder(job_id), worker=worker, tail_lines=tail_lines)
-
-    def checkpoints(self, job_id: str) -> list[CheckpointInfo]:
-        """The committed checkpoints, newest last."""
-        return manifest.scan(self._folder(job_id).checkpoints)
 
     def nodes(self) -> list[NodeUse]:
         """The nodes now, with what of jobs was on them when the controllers were last asked."""

@@ -1,13 +1,15 @@
 """The control plane's errors.
 
     ServiceError
-    |- NotFound             unknown_job, unknown_rank, unknown_worker, unknown_node
+    |- NotFound             unknown_job, unknown_rank, unknown_worker, unknown_node, unknown_checkpoint
     |- InvalidSpec          invalid_spec
-    |- InvalidRequest       invalid_request, invalid_cursor
+    |- InvalidRequest       invalid_request, invalid_cursor, no_checkpoint, checkpoints_unreachable
     |- WrongState           wrong_state, node_gone, head_node
     |- ImpossibleResize     impossible_resize
     |- DoesNotFit           job_does_not_fit
     |- Conflict             version_conflict, idempotency_conflict
+    |- DamagedCheckpoint    damaged_checkpoint
+    |- Busy                 busy
     |- ClusterUnavailable   cluster_unavailable
     |  `- ControllerGone    controller_gone
     `- StoreError           schema_mismatch, store_unavailable
@@ -83,6 +85,18 @@ class Conflict(ServiceError):
     """Someone else was first."""
 
     default_code = "version_conflict"
+
+
+class DamagedCheckpoint(ServiceError):
+    """A checkpoint cannot be read whole."""
+
+    default_code = "damaged_checkpoint"
+
+
+class Busy(ServiceError):
+    """As much of this as is done at a time is under way."""
+
+    default_code = "busy"
 
 
 class ClusterUnavailable(ServiceError):

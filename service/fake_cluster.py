@@ -280,7 +280,13 @@ class FakeCluster:
 
     def _checkpoint(self, job_id: str, reason: str) -> None:
         log = self._logs[job_id]
-        data = {"step": log.step, "bytes": 1000, "seconds": 0.1, "generation": log.generation}
+        data = {
+            "step": log.step,
+            "bytes": 1000,
+            "seconds": 0.1,
+            "stall_s": 0.01,
+            "generation": log.generation,
+        }
         self._event(job_id, "checkpoint", {**data, "reason": reason})
 
     def _end(self, job_id: str, phase: str, reason: str | None = None) -> None:

@@ -19,6 +19,7 @@ from service.jobs import ACTIVE, LIVE, Job, JobState, Outcome, controller_lost, 
 from service.journal import logger
 from service.scheduler import decide
 from service.store import Store
+from workers.spec import JobSpec
 
 _log = logger(__name__)
 
@@ -49,7 +50,9 @@ class Keeper:
         clock: Callable[[], float],
         max_controller_losses: int,
         status_interval_s: float,
+        resolved: Callable[[JobSpec], JobSpec] = lambda spec: spec,
     ) -> None:
+        """resolved: the specification as a controller gets it."""
         self._store = store
         self._cluster = cluster
         self._collector = collector
@@ -57,6 +60,7 @@ class Keeper:
         self._clock = clock
         self._max_controller_losses = max_controller_losses
         self._status_interval_s = status_interval_s
+        self._resolved = resolved
         self._next_status = 0.0
         self._failures: dict[str, _Failure] = {}
         self._silent: set[str] = set()
@@ -124,7 +128,8 @@ class Keeper:
     def _launch(self, job: Job) -> None:
         _log.info("starting a job", job=job.id, attempt=job.attempt, workers=job.wanted_workers)
         try:
-            self._cluster.start_job(job.id, job.spec, attempt=job.attempt, wanted=job.wanted_workers)
+            spec = self._resolved(job.spec)
+            self._cluster.start_job(job.id, spec, attempt=job.attempt, wanted=job.wanted_workers)
         except ServiceError as error:
             pause_s = min(2.0**job.controller_losses, _LONGEST_PAUSE_S)
             text = f"its controller did not start: {error}"

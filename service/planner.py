@@ -21,6 +21,9 @@ from zero_core.layout import Layout, build_layout
 PROCESS_BYTES = 300 << 20
 """What a worker process takes on the host before it holds a model: Python, torch and Ray."""
 
+_STATE_BYTES = 4
+"""Masters and moments are fp32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -29,7 +32,8 @@ class Plan:
     known          whether the model's parameters are known before it runs
     parameters     psi, tied ones counted once; None where unknown
     per_rank       bytes by category of rank 0, which holds the most; None where unknown
-    process_bytes  what a worker takes on the host beside the budget
+    process_bytes  what a worker takes on the host beside the budget: its process, and the copy of its states
+                   from which checkpoints are written while it trains
     fits           whether nothing speaks against it
     reasons        what does, with the numbers
     notes          what could not be checked
@@ -53,15 +57,16 @@ def plan(spec: JobSpec, view: ClusterView | None, *, workers: int | None = None)
     n = workers or spec.workers.wanted
     layout = _layout(spec, n)
     budget = None if layout is None else _budget(spec, layout)
-    reasons, notes = _own_memory(spec, budget), _unchecked(spec, budget, view)
+    beside = PROCESS_BYTES + (0 if layout is None else copy_bytes(spec, layout))
+    reasons, notes = _own_memory(spec, budget, beside), _unchecked(spec, budget, view)
     if view is not None:
-        reasons += _places(spec, n, budget, view)
+        reasons += _places(spec, n, budget, beside, view)
     return Plan(
         workers=n,
         known=budget is not None,
         parameters=None if layout is None else layout.numel(),
         per_rank=budget,
-        process_bytes=PROCESS_BYTES,
+        process_bytes=beside,
         fits=not reasons,
         reasons=tuple(reasons),
         notes=tuple(notes),
@@ -163,23 +168,32 @@ def _activations(spec: JobSpec) -> int:
     )
 
 
-def _host_bytes(resources: Resources, budget: Budget | None) -> int:
+def copy_bytes(spec: JobSpec, layout: Layout) -> int:
+    """What rank 0 copies before a checkpoint is written behind the training: its part of the states."""
+    if not spec.checkpoints.asynchronous or spec.checkpoints.every_steps is None:
+        return 0
+    kinds = 1 + len(engine_config(spec).optimizer.moments)
+    parts = (layout.owned(index, 0) for index in range(len(layout.units)))
+    return sum(stop - start for start, stop in parts) * kinds * _STATE_BYTES
+
+
+def _host_bytes(resources: Resources, budget: Budget | None, beside: int) -> int:
     """Host memory of one worker; its budget lies on the device where it has one."""
-    return PROCESS_BYTES + (budget.total if budget is not None and not resources.gpus else 0)
+    return beside + (budget.total if budget is not None and not resources.gpus else 0)
 
 
-def _own_memory(spec: JobSpec, budget: Budget | None) -> list[str]:
+def _own_memory(spec: JobSpec, budget: Budget | None, beside: int) -> list[str]:
     reserved = spec.resources.memory_bytes
-    needed = _host_bytes(spec.resources, budget)
+    needed = _host_bytes(spec.resources, budget, beside)
     if reserved is None or needed <= reserved:
         return []
     return [
-        f"a rank needs {needed:,} bytes ({_parts(budget)}) and resources.memory_bytes reserves {reserved:,}; "
-        "reserve more, ask for more workers or a higher zero.stage"
+        f"a rank needs {needed:,} bytes ({_parts(budget, beside)}) and resources.memory_bytes reserves "
+        f"{reserved:,}; reserve more, ask for more workers or a higher zero.stage"
     ]
 
 
-def _places(spec: JobSpec, workers: int, budget: Budget | None, view: ClusterView) -> list[str]:
+def _places(spec: JobSpec, workers: int, budget: Budget | None, beside: int, view: ClusterView) -> list[str]:
     """What stands against so many workers on these nodes, were they otherwise empty."""
     resources, nodes = spec.resources, total_room(view)
     places = sum(room.workers(resources) for room in nodes)
@@ -188,12 +202,12 @@ def _places(spec: JobSpec, workers: int, budget: Budget | None, view: ClusterVie
             f"{describe(spec, workers)} are more than the cluster's {len(nodes)} nodes have: "
             f"{_listed(nodes)}; there is place for {places}"
         ]
-    needed = _host_bytes(resources, budget)
+    needed = _host_bytes(resources, budget, beside)
     roomy = sum(min(room.workers(resources), int(room.memory_bytes // needed)) for room in nodes)
     if workers > roomy:
         return [
-            f"{workers} ranks of {needed:,} bytes each ({_parts(budget)}) are more than the memory of the "
-            f"cluster's {len(nodes)} nodes: {_listed(nodes)}; there is memory for {roomy}; "
+            f"{workers} ranks of {needed:,} bytes each ({_parts(budget, beside)}) are more than the memory "
+            f"of the cluster's {len(nodes)} nodes: {_listed(nodes)}; there is memory for {roomy}; "
             "a higher zero.stage or a smaller micro_batch takes less"
         ]
     return []
@@ -210,14 +224,15 @@ def _unchecked(spec: JobSpec, budget: Budget | None, view: ClusterView | None) -
     return notes
 
 
-def _parts(budget: Budget | None) -> str:
+def _parts(budget: Budget | None, beside: int) -> str:
     if budget is None:
         return f"process {PROCESS_BYTES:,}, the model unknown"
+    copy = f", copy for checkpoints {beside - PROCESS_BYTES:,}" if beside > PROCESS_BYTES else ""
     return (
         f"parameters {budget.parameters:,}, gradients {budget.gradients:,}, "
         f"optimizer states {budget.optimizer_states:,}, buffers {budget.communication_buffers:,}, "
         f"activations {budget.activations:,}, padding {budget.padding:,}, replicas {budget.replicas:,}, "
-        f"process {PROCESS_BYTES:,}"
+        f"process {PROCESS_BYTES:,}{copy}"
     )
 
 

@@ -19,6 +19,7 @@ from workers.commands import Resize
 from workers.draining import Departure, Nodes, Relocation
 from workers.goodput import Goodput
 from workers.group import Group
+from workers.latest import Latest
 from workers.ledger import Ledger
 from workers.log import JobLog
 from workers.losses import Losses
@@ -87,7 +88,7 @@ class Conductor:
         log: JobLog,
         orders: Orders,
         group: Group,
-        checkpoints: Path,
+        checkpoints: str | Path,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -135,7 +136,7 @@ class Conductor:
         self.step = history.step
         self._trained_until = history.time
         self._workers_before = history.workers
-        self._latest = manifest.latest(checkpoints)
+        self._latest = Latest(checkpoints)
         self._begun_at = self.step
         """Step from which the generation under way, or the last one, began."""
         self._ledger = Ledger(spec)
@@ -290,15 +291,11 @@ class Conductor:
         self._failing_since = None
         manifest.open_generation(self._checkpoints, self.generation)
         if change.event != "resize":
-            self._latest = manifest.latest(self._checkpoints)
-        latest = self._latest
+            self._latest.look()
         self._forming = True
         change.met_at = self._wall()
-        group.meet(
-            self.generation,
-            checkpoint=str(latest.path) if latest else None,
-            floor_step=latest.step if latest else 0,
-        )
+        latest = self._latest
+        group.meet(self.generation, checkpoint=latest.location, floor_step=latest.floor_step)
         try:
             while (begun := group.begun()) is None:
                 ending = self._judge()
@@ -487,9 +484,11 @@ class Conductor:
         step = begun[0].step
         rank_0 = self._group.members[0].readiness
         # What a lost rank had done and not told, and nobody will do again.
-        self._write(self._ledger.rebuild(step, samples=rank_0.samples if rank_0 else 0))
+        samples = rank_0.samples if rank_0 else 0
+        self._write(self._ledger.rebuild(step, samples=samples, origin=begun[0].origin))
         self._ledger.begin([handle.name for handle in self._group.members])
         self._goodput.resume(step)
+        self._latest.began(step)
         self.step, self._begun_at, self._recovering = step, step, None
         order = self._orders.resize
         if order and order.workers == self.world_size:
@@ -517,7 +516,7 @@ class Conductor:
                 self._group.give_up(found.dead, found.cause)
 
     def _flush(self) -> None:
-        """Log the notices collected: reports in one piece, checkpoints as events."""
+        """Log the notices collected: reports in one piece, all else as events."""
         held, self._held = self._held, []
         reports = []
         for notice in held:
@@ -526,9 +525,11 @@ class Conductor:
             else:
                 self._write(reports)
                 reports = []
-                self._latest = manifest.latest(self._checkpoints)
-                data = {key: notice[key] for key in ("step", "bytes", "seconds", "generation", "reason")}
-                self._event("checkpoint", data)
+                data = {key: value for key, value in notice.items() if key != "type"}
+                if notice["type"] == "checkpoint":
+                    self._latest.saved(notice["step"], notice["location"])
+                    data["saved_productive_s"] = self._goodput.at(notice["step"])
+                self._event(notice["type"], data)
         self._write(reports)
 
     def _write(self, reports: list[dict[str, Any]]) -> None:

@@ -82,7 +82,7 @@ class JobController:
                 first_number=_next_number(folder.worker_logs),
                 wake=self._orders.wake,
             ),
-            checkpoints=folder.checkpoints,
+            checkpoints=folder.checkpoint_root(self._spec.checkpoints.location),
             limits=limits,
             nodes=NodeWatch(),
             leave_node=_leave_node,

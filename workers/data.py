@@ -2,7 +2,8 @@
 
 Sample i is the window of sequence_length + 1 tokens that starts at i * sequence_length, so that every token
 but the first is predicted once in an epoch. Which samples micro-batch m of step s reads depends on
-(seed, s, m) only: never on the rank or the world size. numpy only; knows neither torch nor ranks.
+(seed, s, m) only: never on the rank or the world size. A position is the number of samples consumed before
+it, one number for the whole job. numpy only; knows neither torch nor ranks.
 """
 
 import glob
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.errors import DataError, ResumeError
-from workers.order import SampleOrder, mix
+from workers.order import FROM_THE_START, Origin, SampleOrder, mix
 from workers.spec import JobSpec, SyntheticData, TextData, TokenData
 
 PYTHON = "python:"
@@ -108,12 +109,22 @@ class Batches:
         self._source = source
         self._vocabulary = vocabulary
         self._order = SampleOrder(source.samples, spec.seed)
+        self.origin = FROM_THE_START
+        """From where places are counted; set once the state is there, and the same on all ranks."""
+
+    def consumed(self, step: int) -> int:
+        """Places used up before step `step` (from 0): where it begins. What checkpoints tell of the data."""
+        return self.origin.place(step, global_batch=self._spec.global_batch)
 
     def ids(self, step: int, micro_batch: int) -> NDArray[np.int64]:
         """Ids of the samples that micro-batch `micro_batch` of step `step` (both from 0) reads."""
         spec = self._spec
         return self._order.micro_batch(
-            step, micro_batch, global_batch=spec.global_batch, micro_batch=spec.micro_batch
+            step,
+            micro_batch,
+            global_batch=spec.global_batch,
+            micro_batch=spec.micro_batch,
+            origin=self.origin,
         )
 
     @property
@@ -173,6 +184,28 @@ def check_resume(saved: dict[str, Any], current: dict[str, Any]) -> None:
         raise ResumeError(
             f"the checkpoint was made with other data ({details}); restore them, or submit a new job"
         )
+
+
+def go_on_from(extra: dict[str, Any], batches: Batches, *, step: int) -> tuple[Origin, str | None]:
+    """Where the data of a job begin that starts, at `step`, from another job's checkpoint.
+
+    extra: what that checkpoint tells. The rule: with the same data, seed and sequence length the samples
+    consumed so far stay consumed, whatever the global batch was and is now; with others the data begin at
+    their start. Returns the origin, and in the second case why.
+    """
+    saved, current = dict(extra.get("data") or {}), dict(batches.fingerprint)
+    consumed = extra.get("consumed")
+    before = saved.pop("global_batch", None)
+    current.pop("global_batch")
+    if consumed is None and isinstance(before, int):
+        consumed = step * before
+    differing = sorted(key for key in saved.keys() | current.keys() if saved.get(key) != current.get(key))
+    if not saved or not isinstance(consumed, int):
+        return Origin(step, 0), "the checkpoint does not tell how far its job had read"
+    if differing:
+        details = ", ".join(f"{key}: {saved.get(key)!r} then, {current.get(key)!r} now" for key in differing)
+        return Origin(step, 0), f"the checkpoint was made with other data ({details})"
+    return Origin(step, consumed), None
 
 
 def _map_tokens(data: TokenData) -> Tokens:

@@ -25,6 +25,10 @@ class Goodput:
     def step(self) -> int:
         return self._first + len(self._sums) - 1
 
+    def at(self, step: int) -> float:
+        """The same up to the end of `step`: what counts if training goes on from there."""
+        return self._sums[min(max(step - self._first, 0), len(self._sums) - 1)]
+
     def told(self, step: int, step_s: float) -> None:
         """A step was finished. Steps come in order; one that was told before replaces all from it on."""
         self.resume(step - 1)

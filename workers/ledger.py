@@ -8,7 +8,7 @@ Pure; knows neither Ray nor the log.
 from collections.abc import Sequence
 from typing import Any
 
-from workers.order import SampleOrder
+from workers.order import FROM_THE_START, Origin, SampleOrder
 from workers.reports import MemoryUse
 from workers.spec import JobSpec
 
@@ -36,26 +36,33 @@ class Ledger:
         if len(ranks) == len(self._workers):
             del self._open[step]
 
-    def rebuild(self, through: int, *, samples: int) -> list[dict[str, Any]]:
+    def rebuild(self, through: int, *, samples: int, origin: Origin = FROM_THE_START) -> list[dict[str, Any]]:
         """The reports, by step and rank, that are missing of steps up to and with `through`.
 
-        samples: how many the data have. Only steps that some rank has told: of the others nothing counts.
+        samples: how many the data have; origin: from where the job counts its places. Only steps that some
+        rank has told: of the others nothing counts.
         """
         order = SampleOrder(samples, self._spec.seed)
         return [
-            self._report(step, rank, next(iter(ranks.values())), order)
+            self._report(step, rank, next(iter(ranks.values())), order, origin)
             for step, ranks in sorted(self._open.items())
             for rank in range(len(self._workers))
             if step <= through and rank not in ranks
         ]
 
-    def _report(self, step: int, rank: int, other: dict[str, Any], order: SampleOrder) -> dict[str, Any]:
+    def _report(
+        self, step: int, rank: int, other: dict[str, Any], order: SampleOrder, origin: Origin
+    ) -> dict[str, Any]:
         spec = self._spec
         read = [
             int(sample)
             for number in range(rank, spec.micro_batches, len(self._workers))
             for sample in order.micro_batch(
-                step - 1, number, global_batch=spec.global_batch, micro_batch=spec.micro_batch
+                step - 1,
+                number,
+                global_batch=spec.global_batch,
+                micro_batch=spec.micro_batch,
+                origin=origin,
             )
         ]
         return {

@@ -88,7 +88,7 @@ class History:
             case "checkpoint":
                 changes = {
                     "saved_step": data["step"],
-                    "saved_productive_s": data.get("productive_s", 0.0),
+                    "saved_productive_s": data.get("saved_productive_s", data.get("productive_s", 0.0)),
                 }
         return replace(seen, **changes)
 

@@ -1,8 +1,8 @@
 """The training loop of one rank in one generation.
 
-Owns the order of things within a step: seeding, forward, backward, the agreement on wishes, the report, the
-checkpoint. The engine, the data, the clock and the way out for reports are arguments; Ray, actors and the
-forming of groups are unknown here.
+Owns the order of things within a step: seeding, forward, backward, the agreement on wishes, the report, and
+when a checkpoint is due. Engine, data, clock, saves and the way out for reports are arguments; Ray and
+the forming of groups are unknown here.
 """
 
 import math
@@ -17,22 +17,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from workers.data import Batches, check_resume
+from workers.data import Batches
 from workers.engine_config import engine_config
-from workers.errors import DivergedError, ModelError, UntoldError
+from workers.errors import DivergedError, ModelError
 from workers.model_shapes import gpt_activation_bytes
 from workers.order import mix
 from workers.protocol import STOPS, Outcome, Wish
 from workers.reports import MemoryUse
+from workers.saves import Order, Saves
 from workers.spec import GPTModel, JobSpec
-from zero_core import checkpoint
-from zero_core.checkpoint import manifest
 from zero_core.config import DEFAULT_GROUP
 from zero_core.engine import StepReport, ZeroEngine
-from zero_core.errors import NonFiniteError
+from zero_core.errors import NonFiniteError, PeerLostError
 
 Sink = Callable[[dict[str, Any]], None]
 """Takes a notice: a rank report without its number, or a checkpoint. Blocks while nobody collects them."""
+
+_BEHIND = frozenset({"interval", "owed"})
+"""Reasons for a checkpoint that training does not wait for."""
+_MUST = frozenset({"final", "pause"})
+"""Reasons for one without which the job must not go on as if it were there."""
 
 _MEMORY_EVERY_S = 1.0
 """Measuring the process costs milliseconds; reports of steps in between repeat the last figures."""
@@ -64,7 +68,8 @@ class Place:
     generation: int
     rank: int
     world_size: int
-    checkpoints: Path
+    checkpoints: str | Path
+    """Folder or address of the job's checkpoints."""
     device: torch.device
     fenced: bool = True
     """Whether checkpoints are refused unless this is the generation that the controller opened last."""
@@ -95,15 +100,6 @@ def make_engine(
     )
 
 
-def resume(engine: ZeroEngine, batches: Batches, path: Path) -> None:
-    """Load a checkpoint of any world size. Collective.
-
-    Raises ResumeError if it was made with other data, zero_core's CheckpointError if it cannot be read back.
-    """
-    extra = checkpoint.load(engine, path)
-    check_resume(extra["data"], batches.fingerprint)
-
-
 class TrainingLoop:
     """Trains from `engine.steps_done` to the last step, or to the boundary at which all agree to stop."""
 
@@ -116,7 +112,7 @@ class TrainingLoop:
         batches: Batches,
         wishes: Wishes,
         sink: Sink,
-        settle: Callable[[], bool] = lambda: True,
+        saves: Saves,
         after_step: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.time,
@@ -127,7 +123,7 @@ class TrainingLoop:
         self._batches = batches
         self._wishes = wishes
         self._sink = sink
-        self._settle = settle
+        self._saves = saves
         self._after_step = after_step
         self._clock = clock
         self._wall = wall
@@ -145,12 +141,13 @@ class TrainingLoop:
         engine, last = self._engine, self._spec.steps
         engine.train()
         while engine.steps_done < last:
+            self._saves.check(self._place.generation)
             agreed = self._step()
             done = engine.steps_done
             stop = next((wish for wish in STOPS if wish in agreed), None)
             reason = self._reason_to_save(agreed, done)
             if reason:
-                self._save(reason)
+                self._save(reason, owed=Wish.OWED in agreed)
             if stop and done < last:
                 return Outcome(step=done, reason=stop)
         return Outcome(step=last)
@@ -164,7 +161,9 @@ class TrainingLoop:
             return "pause"
         if Wish.CHECKPOINT in agreed:
             return "demand"
-        return "interval" if every and done % every == 0 else None
+        if every and done % every == 0:
+            return "interval"
+        return "owed" if Wish.OWED in agreed else None
 
     def _step(self) -> frozenset[Wish]:
         """One step and its report; returns the wishes that some rank has put to the vote."""
@@ -174,15 +173,27 @@ class TrainingLoop:
         for micro_batch in engine.micro_batches:
             samples += self._micro_batch(step, micro_batch)
         try:
-            report = engine.step(ballot=self._wishes.ballot())
+            report = engine.step(ballot=self._ballot())
         except NonFiniteError as error:
             raise DivergedError(
                 f"step {step + 1}, learning rate {engine.learning_rates[DEFAULT_GROUP]:g}: {error}. "
                 "In the job: optimizer.lr, schedule.warmup_steps, optimizer.clip_norm, precision"
             ) from error
+        except PeerLostError:
+            interrupted = engine.interrupted_report
+            if interrupted is not None and engine.config.stage == 0:
+                # Each rank holds all of the state that this step led to, and nobody that of the step before.
+                self._tell(interrupted, samples, self._clock() - began)
+            raise
         self._tell(report, samples, self._clock() - began)
         self._after_step()
         return frozenset(wish for wish, votes in zip(Wish, report.ballot, strict=True) if votes)
+
+    def _ballot(self) -> tuple[float, ...]:
+        """What this rank has been asked for, and whether it knows of a checkpoint that is owed."""
+        if self._saves.owed(self._place.generation) is not None:
+            self._wishes.ask(Wish.OWED)
+        return self._wishes.ballot()
 
     def _micro_batch(self, step: int, micro_batch: int) -> list[int]:
         """Forward and backward of one micro-batch; returns the ids of its samples."""
@@ -199,34 +210,29 @@ class TrainingLoop:
         self._engine.backward(loss)
         return [int(sample) for sample in ids]
 
-    def _save(self, reason: str) -> None:
-        # No checkpoint covers a step that has not been told: a rank killed after it is not to take with it
-        # the account of steps that nobody will repeat.
-        if not self._settle():
-            raise UntoldError(
-                f"rank {self._place.rank} does not save step {self._engine.steps_done}: the controller has "
-                "not collected the reports of the steps before it; it is cut off, or this worker is"
-            )
+    def _save(self, reason: str, *, owed: bool) -> None:
+        checkpoints, place, done = self._spec.checkpoints, self._place, self._engine.steps_done
         with self._engine.doing("checkpoint"):
-            saved = checkpoint.save(
+            self._saves.save(
                 self._engine,
-                self._place.checkpoints,
-                extra={"data": self._batches.fingerprint, "steps": self._spec.steps},
-                generation=self._place.generation,
-                fenced=self._place.fenced,
-            )
-        if self._place.rank == 0:
-            # The new one is committed: only now may an older one go.
-            manifest.prune(self._place.checkpoints, keep=self._spec.checkpoints.keep)
-            self._sink(
-                {
-                    "type": "checkpoint",
-                    "generation": self._place.generation,
-                    "step": saved.step,
-                    "bytes": saved.bytes,
-                    "seconds": saved.seconds,
-                    "reason": reason,
-                }
+                Order(
+                    root=place.checkpoints,
+                    fenced=place.fenced,
+                    generation=place.generation,
+                    rank=place.rank,
+                    step=done,
+                    reason=reason,
+                    extra={
+                        "data": self._batches.fingerprint,
+                        "consumed": self._batches.consumed(done),
+                        "steps": self._spec.steps,
+                    },
+                    keep=checkpoints.keep,
+                    keep_every=checkpoints.keep_every,
+                    behind=checkpoints.asynchronous and reason in _BEHIND,
+                    must=reason in _MUST,
+                    owed=owed,
+                ),
             )
 
     def _tell(self, report: StepReport, samples: list[int], step_s: float) -> None:

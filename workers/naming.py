@@ -36,6 +36,17 @@ class JobFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def checkpoint_root(self, location: str | None) -> str | Path:
+        """Where the job's checkpoints are. location: the job's `checkpoints.location`."""
+        if location is None:
+            return self.checkpoints
+        inside = f"{location.rstrip('/')}/{self.job_id}"
+        return inside if "://" in location else Path(inside)
+
+    def export(self, step: int, dtype: str) -> Path:
+        """Where the parameters of a checkpoint are exported to."""
+        return self.path / "exports" / f"step-{step:08d}-{dtype}"
+
     @property
     def log(self) -> Path:
         """The controller's numbered log, one JSON entry a line, appended only."""

@@ -64,6 +64,25 @@ class Permutation:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """From where a job counts its places: step `step` begins at place `samples`.
+
+    (0, 0) but in a job that has started from the checkpoint of another one, which may have had another
+    global batch or other data. All ranks have the same one, whatever their number.
+    """
+
+    step: int = 0
+    samples: int = 0
+
+    def place(self, step: int, *, global_batch: int) -> int:
+        """The first place that step `step` (from 0) reads: the samples consumed before it."""
+        return self.samples + (step - self.step) * global_batch
+
+
+FROM_THE_START = Origin()
+
+
+@dataclass(frozen=True, slots=True)
 class SampleOrder:
     """Which sample is read at which place of an endless run of epochs, each in its own order."""
 
@@ -84,7 +103,8 @@ class SampleOrder:
         return found
 
     def micro_batch(
-        self, step: int, number: int, *, global_batch: int, micro_batch: int
+        self, step: int, number: int, *, global_batch: int, micro_batch: int, origin: Origin
     ) -> NDArray[np.int64]:
         """Sample ids of micro-batch `number` of step `step`, both from 0; sizes in samples."""
-        return self.ids(step * global_batch + number * micro_batch, micro_batch)
+        start = origin.place(step, global_batch=global_batch)
+        return self.ids(start + number * micro_batch, micro_batch)

@@ -46,13 +46,17 @@ class Outbox:
             return page, first - 1 + len(page), len(page) == len(self._notices)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until it was asked for what comes after the last notice, or the box is closed; False if not.
+        """Wait until every notice so far was asked beyond, or the box is closed; False if it took too long.
 
         What was only handed out may have been lost on the way.
         """
+        with self._room:
+            wanted = self._last
         self._on_settling()
         with self._room:
-            return self._room.wait_for(lambda: not self._notices or self._closed, timeout_s)
+            return self._room.wait_for(
+                lambda: self._last - len(self._notices) >= wanted or self._closed, timeout_s
+            )
 
     def close(self) -> None:
         """Let a waiting `put` through: the group is being aborted, and its thread must come to its end."""

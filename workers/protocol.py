@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from workers.order import FROM_THE_START, Origin
+
 
 class Activity(StrEnum):
     """What a worker's training thread is doing."""
@@ -24,6 +26,8 @@ class Wish(StrEnum):
     """
 
     CHECKPOINT = "checkpoint"
+    OWED = "owed"
+    """A checkpoint again: one was cut off with the generation that took it."""
     RESIZE = "resize"
     PAUSE = "pause"
 
@@ -77,7 +81,7 @@ class Source(StrEnum):
     live        from the parts that its participants held
     replica     the same, lost parts from their replicas
     checkpoint  from files
-    start       from the seed
+    start       from the seed, or from parameters that the job was given
     """
 
     LIVE = "live"
@@ -125,6 +129,8 @@ class Begun:
     """The same by arithmetic: what changed its owner."""
     replica_ranks: tuple[int, ...] = ()
     """Ranks of the generation before whose part came from a replica."""
+    origin: Origin = FROM_THE_START
+    """From where the job counts its samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,8 @@ class Event(_Wire):
     """Something that happened to the job.
 
     A phase, a change of its workers (wanted, refused, forced), a worker that was lost, holds the others up or
-    is slow, a node that is drained, a checkpoint, a command, an error.
+    is slow, a node that is drained, a checkpoint (saved, failed, dropped and owed, found damaged), data that
+    begin anew, a command, an error.
     """
 
     type: Literal["event"] = "event"
@@ -127,6 +128,10 @@ class Event(_Wire):
         "worker_slow",
         "drain",
         "checkpoint",
+        "checkpoint_failed",
+        "checkpoint_dropped",
+        "checkpoint_damaged",
+        "data_restarted",
         "command",
         "error",
     ]

@@ -5,6 +5,7 @@ share one definition. Unknown fields are refused everywhere. Optimizers and loss
 engine's own settings as they are read, so that what it would refuse is refused on submission.
 """
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
@@ -347,13 +348,98 @@ class Resources(_Section):
     threads: PositiveInt = Field(1, description="Torch threads of a worker.")
 
 
+def _place(value: str, field: str) -> str:
+    """A folder or an address as given, checked. Raises ValueError."""
+    scheme, mark, rest = value.partition("://")
+    path = rest if mark else value
+    if not value.isprintable() or value != value.strip():
+        raise ValueError(f"{field} {value!r} holds spaces at its ends or characters that cannot be printed")
+    if mark and not (re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) and path.strip("/")):
+        raise ValueError(f"{field} {value!r} is no address: scheme://bucket/folder")
+    if mark and "@" in path.partition("/")[0]:
+        raise ValueError(f"{field} must not hold credentials: the workers find them in their environment")
+    if not mark and not path.startswith("/"):
+        raise ValueError(f"{field} {value!r} must be an absolute path or an address (s3://bucket/folder)")
+    if ".." in path.split("/"):
+        raise ValueError(f"{field} {value!r} must not lead upwards (..)")
+    return value
+
+
 class Checkpoints(_Section):
-    """When state is saved, and how much of it is kept."""
+    """When state is saved, where, and how much of it is kept."""
 
     every_steps: PositiveInt | None = Field(
         100, description="Save every so many steps; null: only on demand."
     )
     keep: PositiveInt = Field(3, description="Newest checkpoints kept.")
+    keep_every: PositiveInt | None = Field(
+        None,
+        description="Checkpoints of steps that are multiples of this are kept beside the newest; null: none.",
+    )
+    asynchronous: bool = Field(
+        True,
+        description="Whether training goes on while a periodic checkpoint is written, from a copy of the "
+        "rank's states in host memory. One at a time: a save that is due while another is written waits for "
+        "it. The last one, a pause's and one on demand are waited for.",
+    )
+    location: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1000,
+        description="Folder (absolute) or address (`s3://bucket/folder`) that all nodes and the service "
+        "reach; the job's checkpoints go into a folder of its id there. Null: the job's own folder.",
+    )
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> "Checkpoints":
+        if self.location is not None:
+            _place(self.location, "location")
+        return self
+
+
+class StartFrom(_Section):
+    """What a new job begins with instead of parameters from its seed: exactly one of the three.
+
+    From a checkpoint, also of another world size, stage or precision, all goes on: parameters, optimizer,
+    schedule and count of steps, so that `steps` counts those done before. So does the position in the data,
+    by samples and whatever `global_batch` is now; where data, `seed` or `sequence_length` are not the same,
+    the data begin at their start and an event `data_restarted` says why. From safetensors come parameters
+    only: step 0, a new optimizer, the start of the data.
+    """
+
+    job: str | None = Field(
+        None, pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="Id of another job of this service."
+    )
+    step: PositiveInt | None = Field(
+        None, description="With `job`: which of its checkpoints; null: the newest that is whole."
+    )
+    checkpoint: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1000,
+        description="A checkpoint, or a folder of them of which the newest that is whole is taken: absolute "
+        "path or address (`s3://bucket/folder`), as seen by the workers.",
+    )
+    safetensors: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1000,
+        description="A folder with parameters in safetensors files, as Hugging Face lays them out: absolute "
+        "path or address, as seen by the workers.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_three(self) -> "StartFrom":
+        given = [name for name in ("job", "checkpoint", "safetensors") if getattr(self, name) is not None]
+        if len(given) != 1:
+            named = " and ".join(given) or "none"
+            raise ValueError(f"give exactly one of job, checkpoint and safetensors; given: {named}")
+        if self.step is not None and self.job is None:
+            raise ValueError(f"step {self.step} means something with job only: name the checkpoint's folder")
+        for name in ("checkpoint", "safetensors"):
+            if (value := getattr(self, name)) is not None:
+                _place(value, name)
+        return self
 
 
 class Recovery(_Section):
@@ -446,6 +532,9 @@ class JobSpec(_Section):
     workers: Workers = Field(default_factory=Workers)
     resources: Resources = Field(default_factory=Resources)
     checkpoints: Checkpoints = Field(default_factory=Checkpoints)
+    start_from: StartFrom | None = Field(
+        None, description="A checkpoint or parameters to begin with; null: parameters from the seed."
+    )
     recovery: Recovery = Field(default_factory=Recovery)
     elastic: Elastic = Field(default_factory=Elastic)
     sample_ledger: bool = Field(

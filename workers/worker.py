@@ -5,7 +5,9 @@ that a rank stuck in a collective can still be aborted. What goes wrong in train
 command about a group names its generation; others are refused. Knows no Ray: see `workers.actor`.
 
 The process outlives its groups, and with it the model, the data and what it holds of the training state:
-snapshots are taken when a generation ends, whatever ended it, and let go when the next one can do without.
+snapshots are taken when a generation ends, whatever ended it, and let go when the next one can do without. So
+does the writer of its checkpoints: what it still writes when a generation ends is committed before the next
+one is opened, or never.
 """
 
 import gc
@@ -28,13 +30,14 @@ from workers.naming import JobFolder
 from workers.outbox import Outbox
 from workers.protocol import Activity, Assignment, Begun, Heartbeat, Outcome, Poll, Readiness, Wish
 from workers.rendezvous import Rendezvous, choose_device
+from workers.saves import Saves
 from workers.spec import CustomModel, JobSpec
 from workers.warm_up import warm_up
 from zero_core import ZeroEngine
 from zero_core.snapshot import Snapshot
 
 _SETTLE_TIMEOUT_S = 30.0
-"""How long a checkpoint waits for the controller to have taken the reports before it."""
+"""How long the commit of a checkpoint waits for the controller to have taken the reports before it."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,7 @@ class _Prepared:
     rendezvous: Rendezvous
     batches: Batches
     beginner: Beginner
+    saves: Saves
 
 
 class Worker:
@@ -78,7 +82,7 @@ class Worker:
         """node: the cluster's id of this node; address: as the other nodes reach it."""
         self._name = name
         self._spec = spec
-        self._folder = folder
+        self._checkpoints = folder.checkpoint_root(spec.checkpoints.location)
         self._node = node
         self._address = address
         self._log = log
@@ -106,8 +110,14 @@ class Worker:
                 build_model(self._spec),
                 baseline_bytes=baseline_bytes,
                 on_engine=self._adopt,
+                checkpoints=self._checkpoints,
             )
-            self._ready = _Prepared(device, rendezvous, batches, beginner)
+            saves = Saves(
+                sink=self._outbox.put,
+                settle=lambda: self._outbox.settle(_SETTLE_TIMEOUT_S),
+                broken_off=rendezvous.aborted,
+            )
+            self._ready = _Prepared(device, rendezvous, batches, beginner, saves)
             # What has been imported stays: collecting between generations need not look at it again.
             gc.collect()
             gc.freeze()
@@ -273,13 +283,15 @@ class Worker:
     def _hold(self, part: _Part) -> None:
         """The engine's group is over: keep what it holds of the state, and nothing else of it.
 
-        A step that did not come to its end here has not been told, and does not count even where its update
-        was done.
+        A step that did not come to its end here does not count even where its update was done, unless it has
+        been told.
         """
         engine, part.engine = part.engine, None
         if engine is None:
             return
-        done = [snapshot for snapshot in engine.snapshots() if snapshot.step <= engine.steps_done]
+        done = [
+            snapshot for snapshot in engine.snapshots() if snapshot.step <= max(engine.steps_done, part.step)
+        ]
         # Beside what the last generation could not yet do without.
         self._held = [*done, *self._held]
         # Its hooks tie model and engine together where Python's collector cannot see it.
@@ -296,7 +308,11 @@ class Worker:
             bytes_moved=moved.bytes_moved if moved else 0,
             bytes_needed=moved.bytes_needed if moved else 0,
             replica_ranks=moved.replica_ranks if moved else (),
+            origin=beginning.origin,
         )
+        if part.assignment.rank == 0:
+            for notice in beginning.notices:
+                self._outbox.put({**notice, "generation": part.assignment.generation, "step": step})
         part.activity = Activity.TRAINING
         self._ring()
         assignment = part.assignment
@@ -337,14 +353,14 @@ class Worker:
                 generation=assignment.generation,
                 rank=assignment.rank,
                 world_size=assignment.world_size,
-                checkpoints=self._folder.checkpoints,
+                checkpoints=self._checkpoints,
                 device=ready.device,
             ),
             engine=engine,
             batches=ready.batches,
             wishes=part.wishes,
             sink=lambda notice: self._put(part, notice),
-            settle=lambda: self._outbox.settle(_SETTLE_TIMEOUT_S),
+            saves=ready.saves,
             after_step=lambda: self._let_go(engine),
         )
 

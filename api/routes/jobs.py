@@ -7,7 +7,6 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from api.routes.parameters import After, ExpectedVersion, JobId, Limit, Plane, Who
 from api.schemas import (
     MAX_ID,
-    CheckpointsOut,
     EventsOut,
     JobOut,
     JobPageOut,
@@ -123,18 +122,6 @@ def logs(
 ) -> LogsOut:
     """The ends of the workers' logs."""
     return LogsOut.of(plane.logs(job_id, worker=worker, tail_lines=tail))
-
-
-@router.get("/{job_id}/checkpoints")
-def checkpoints(job_id: JobId, plane: Plane) -> CheckpointsOut:
-    """The job's committed checkpoints, newest last."""
-    return CheckpointsOut.of(plane.checkpoints(job_id))
-
-
-@router.post("/{job_id}/checkpoints", status_code=202)
-def save_checkpoint(job_id: JobId, plane: Plane, who: Who, response: Response) -> JobOut:
-    """Save a checkpoint at the next step boundary; an event `checkpoint` tells when it is committed."""
-    return _answer(plane.save_checkpoint(job_id, who=who), response)
 
 
 @router.get("/{job_id}/stream", response_class=Response, responses={204: {}})

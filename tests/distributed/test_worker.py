@@ -1,6 +1,7 @@
 """A worker without Ray: alone in its group, in a process of its own."""
 
 import ctypes
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -165,6 +166,7 @@ def _what_is_held_is_gone_on_from_unless_a_checkpoint_is_newer(folder: Path) -> 
     stopped = _until(worker, lambda poll: poll.generation == 2 and poll.outcome).outcome
     assert stopped is not None
     # Without a checkpoint: from the seed, in the same process.
+    shutil.rmtree(saved)
     _begin(worker, 3, carries=True, floor_step=stopped.step + 1)
     begun = _until(worker, lambda poll: poll.generation == 3 and poll.begun).begun
     assert begun is not None
@@ -212,6 +214,81 @@ def _a_group_of_the_past_commits_nothing(folder: Path) -> None:
     assert manifest.latest(_checkpoints(folder)) is None
     with pytest.raises(FencedError, match="generation 2 has begun"):
         manifest.open_generation(_checkpoints(folder), 1)
+
+
+def _a_checkpoint_cut_off_by_a_resize_is_owed(folder: Path) -> None:
+    """It is dropped with its generation, and the next one takes another at its first step boundary."""
+    worker = _worker(folder, steps=1_000_000, checkpoints={"every_steps": 300})
+    _ready(worker)
+    told = threading.Event()
+    worker._outbox.settle = lambda timeout_s: told.wait(60)  # type: ignore[method-assign]
+    manifest.open_generation(_checkpoints(folder), 1)
+    _begin(worker, 1)
+    _until(worker, lambda poll: poll.step >= 300)
+    worker.ask(1, Wish.RESIZE)
+    stopped = _outcome(worker)
+    assert stopped.reason is Wish.RESIZE
+    assert 300 <= stopped.step < 600, "training went on while it was written, and did not wait for it"
+    manifest.open_generation(_checkpoints(folder), 2)
+    told.set()
+    _begin(worker, 2, carries=True)
+    notices: list[dict[str, Any]] = []
+
+    def saved(poll: Poll) -> bool:
+        notices[:] = [n for n in poll.notices if n["type"] != "report"]
+        return any(n["type"] == "checkpoint" for n in notices)
+
+    # Only what is new: an answer has a thousand notices at most.
+    _until(worker, saved, after=stopped.step)
+    worker.ask(2, Wish.RESIZE)
+    _until(worker, lambda poll: poll.generation == 2 and poll.outcome, after=stopped.step)
+    dropped, owed = notices[:2]
+    assert (dropped["type"], dropped["dropped_step"], dropped["dropped_generation"]) == (
+        "checkpoint_dropped",
+        300,
+        1,
+    )
+    assert (owed["type"], owed["reason"], owed["generation"]) == ("checkpoint", "owed", 2)
+    assert owed["step"] == dropped["step"] > stopped.step
+    assert [info.step for info in manifest.scan(_checkpoints(folder))] == [owed["step"]]
+
+
+def _a_pause_has_its_checkpoint_although_another_is_written(folder: Path) -> None:
+    worker = _worker(folder, steps=1_000_000, checkpoints={"every_steps": 100})
+    _ready(worker)
+    told = threading.Event()
+    worker._outbox.settle = lambda timeout_s: told.wait(60)  # type: ignore[method-assign]
+    manifest.open_generation(_checkpoints(folder), 1)
+    _begin(worker, 1)
+    _until(worker, lambda poll: poll.step >= 100)
+    worker.ask(1, Wish.PAUSE)
+    threading.Timer(0.5, told.set).start()
+    paused = _outcome(worker)
+    assert paused.reason is Wish.PAUSE
+    assert [info.step for info in manifest.scan(_checkpoints(folder))] == [100, paused.step]
+
+
+def _an_abort_reaches_a_rank_that_waits_for_a_save(folder: Path) -> None:
+    worker = _worker(folder, steps=1_000_000, checkpoints={"every_steps": 5})
+    _ready(worker)
+    told = threading.Event()
+    worker._outbox.settle = lambda timeout_s: told.wait(60)  # type: ignore[method-assign]
+    manifest.open_generation(_checkpoints(folder), 1)
+    _begin(worker, 1)
+    _until(worker, lambda poll: poll.step == 10)  # where the next one is due, and waits
+    time.sleep(0.2)
+    began = time.monotonic()
+    worker.abort(1)
+    failure = _outcome(worker).failure
+    assert failure is not None
+    assert failure.fault is Fault.ABORTED
+    assert time.monotonic() - began < 5
+    told.set()
+    manifest.open_generation(_checkpoints(folder), 2)
+    _begin(worker, 2, carries=True)
+    owed = _until(worker, lambda p: any(n["type"] == "checkpoint_dropped" for n in p.notices))
+    (dropped,) = (n for n in owed.notices if n["type"] == "checkpoint_dropped")
+    assert dropped["dropped_step"] == 5
 
 
 def _a_poll_waits_for_news(folder: Path) -> None:
@@ -312,6 +389,9 @@ def _main(pipe: Connection, body: Callable[[Path], None], folder: Path) -> None:
         _what_is_held_is_gone_on_from_unless_a_checkpoint_is_newer,
         _a_generation_that_never_forms_costs_nothing,
         _a_group_of_the_past_commits_nothing,
+        _a_checkpoint_cut_off_by_a_resize_is_owed,
+        _a_pause_has_its_checkpoint_although_another_is_written,
+        _an_abort_reaches_a_rank_that_waits_for_a_save,
         _a_poll_waits_for_news,
         _an_abort_ends_a_rank_that_waits_for_the_others,
         _a_users_error_is_data,

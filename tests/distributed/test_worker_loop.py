@@ -18,16 +18,20 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import RankFailedError, run_ranks
+from workers.beginning import Beginner
 from workers.data import open_batches
 from workers.errors import UntoldError
 from workers.failures import describe
-from workers.loop import Place, TrainingLoop, Wishes, make_engine, resume
+from workers.loop import Place, TrainingLoop, Wishes
 from workers.models import build_model, vocabulary
-from workers.protocol import Fault, Outcome, Wish
-from workers.rendezvous import Rendezvous
+from workers.protocol import Assignment, Fault, Outcome, Wish
+from workers.rendezvous import Groups, Rendezvous
 from workers.reports import MemoryUse, RankReport
+from workers.saves import Saves
 from workers.spec import JobSpec
-from zero_core.checkpoint import manifest
+from zero_core import assembly
+from zero_core.checkpoint import interchange, manifest
+from zero_core.errors import PeerLostError
 
 pytestmark = pytest.mark.distributed
 
@@ -56,21 +60,43 @@ def _train(
     spec: JobSpec,
     wish: tuple[int, int, Wish] | None = None,
     settle: Callable[[], bool] = lambda: True,
+    on_report: Callable[[int], None] = lambda _: None,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Train from the newest checkpoint in `folder`. wish: (rank, after its report of this step, what)."""
     device = torch.device("cpu")
     batches = open_batches(spec, vocabulary=vocabulary(spec))
-    engine = make_engine(spec, build_model(spec), device)
+    beginner = Beginner(
+        spec,
+        device,
+        batches,
+        build_model(spec),
+        baseline_bytes=0,
+        on_engine=lambda _: None,
+        checkpoints=folder,
+    )
     latest = manifest.latest(folder)
-    if latest:
-        resume(engine, batches, latest.path)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    assignment = Assignment(
+        generation=1,
+        rank=rank,
+        world_size=world_size,
+        participants=world_size,
+        store="",
+        carries=False,
+        checkpoint=latest.location if latest else None,
+    )
+    beginning = beginner.begin(assignment, Groups(everyone=everyone, training=everyone), [])
+    assert beginning.engine is not None
     wishes = Wishes()
-    notices: list[dict[str, Any]] = []
+    notices = [{**notice, "step": beginning.engine.steps_done} for notice in beginning.notices]
 
     def sink(notice: dict[str, Any]) -> None:
         notices.append(notice)
-        if wish and notice["type"] == "report" and (rank, notice["step"]) == wish[:2]:
-            wishes.ask(wish[2])
+        if notice["type"] == "report":
+            on_report(notice["step"])
+            if wish and (rank, notice["step"]) == wish[:2]:
+                wishes.ask(wish[2])
 
     place = Place(
         worker=f"w{rank}",
@@ -81,16 +107,19 @@ def _train(
         device=device,
         fenced=False,
     )
+    saves = Saves(sink=sink, settle=settle)
     loop = TrainingLoop(
         spec=spec,
         place=place,
-        engine=engine,
+        engine=beginning.engine,
         batches=batches,
         wishes=wishes,
         sink=sink,
-        settle=settle,
+        saves=saves,
     )
-    return loop.run(), notices
+    outcome = loop.run()
+    saves.close()
+    return outcome, notices
 
 
 def _train_untold(rank: int, world_size: int, folder: Path) -> Fault:
@@ -257,6 +286,331 @@ def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
     run_ranks(1, _train, tmp_path, _spec(steps=3))
     with pytest.raises(RankFailedError, match="samples: 48 then, 49 now"):
         run_ranks(2, _train, tmp_path, _spec(data={"kind": "synthetic", "samples": 49}))
+
+
+# Checkpoints behind the training
+
+
+def _train_on(rank: int, world_size: int, folder: Path, spec: JobSpec) -> list[dict[str, Any]]:
+    """No save is committed before the report of step 5 is there."""
+    later = threading.Event()
+
+    def on_report(step: int) -> None:
+        if step == 5:
+            later.set()
+
+    _, notices = _train(rank, world_size, folder, spec, settle=lambda: later.wait(60), on_report=on_report)
+    return notices
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    spec = _spec(checkpoints={"every_steps": 3, "keep": 5})
+    notices = run_ranks(2, _train_on, tmp_path, spec)[0]
+    told = [(n["type"], n["step"]) for n in notices]
+    assert told.index(("report", 5)) < told.index(("checkpoint", 3)) < told.index(("checkpoint", 6))
+    assert told[-1] == ("checkpoint", 7), "the last one is waited for"
+    for saved in (n for n in notices if n["type"] == "checkpoint"):
+        assert saved["bytes"] > 0
+        assert saved["seconds"] > 0
+        assert saved["stall_s"] >= 0
+        assert saved["generation"] == 1
+    assert [info.step for info in manifest.scan(tmp_path)] == [3, 6, 7]
+
+
+def test_a_job_may_wait_for_all_its_checkpoints(tmp_path: Path) -> None:
+    spec = _spec(checkpoints={"every_steps": 3, "keep": 5, "asynchronous": False})
+    for outcome, notices in run_ranks(2, _train, tmp_path, spec):
+        assert outcome == Outcome(step=STEPS)
+        told = [(n["type"], n["step"]) for n in notices]
+        if ("checkpoint", 3) in told:
+            assert told.index(("checkpoint", 3)) < told.index(("report", 4))
+    assert [info.step for info in manifest.scan(tmp_path)] == [3, 6, 7]
+
+
+def test_what_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    spec = _spec(checkpoints={"every_steps": 1, "keep": 2, "keep_every": 3})
+    run_ranks(1, _train, tmp_path, spec)
+    assert [info.step for info in manifest.scan(tmp_path)] == [3, 6, 7]
+
+
+def test_checkpoints_in_a_store_that_cannot_rename(tmp_path: Path) -> None:
+    """As `checkpoints.location` may be: saved behind the training, gone on from, pruned."""
+    place: Any = f"file://{tmp_path}/bucket/job"
+    spec = _spec(checkpoints={"every_steps": 2, "keep": 2})
+    run_ranks(2, _train, place, spec, (0, 3, Wish.PAUSE))
+    assert [info.step for info in manifest.scan(place)] == [2, 4]
+    rest = run_ranks(3, _train, place, spec)
+    assert sorted({report["step"] for report in _reports(rest)}) == [5, 6, 7]
+    assert [info.step for info in manifest.scan(place)] == [6, 7]
+
+
+def _in_the_way(rank: int, world_size: int, folder: Path, spec: JobSpec) -> list[dict[str, Any]]:
+    """A file stands where the folder should be, until step 5."""
+
+    def on_report(step: int) -> None:
+        if step == 5 and rank == 0:
+            folder.unlink()
+
+    return _train(rank, world_size, folder, spec, on_report=on_report)[1]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_periodic_checkpoint_that_fails_is_told_and_the_job_goes_on(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.touch()
+    spec = _spec(checkpoints={"every_steps": 3, "asynchronous": asynchronous})
+    told = [n for n in run_ranks(2, _in_the_way, folder, spec)[0] if n["type"] != "report"]
+    assert [(n["type"], n["step"], n["reason"]) for n in told] == [
+        ("checkpoint_failed", 3, "interval"),
+        ("checkpoint", 6, "interval"),
+        ("checkpoint", 7, "final"),
+    ]
+    assert str(folder) in told[0]["error"]
+
+
+def _lost_after_the_update(rank: int, world_size: int, folder: Path, stage: int) -> list[int]:
+    """The group breaks at the very end of step 3; returns the steps that were told."""
+    real, calls, told = assembly.share_parameters, [0], list[int]()
+
+    def share(*args: Any, **kwargs: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise PeerLostError("a rank is gone")
+        real(*args, **kwargs)
+
+    assembly.share_parameters = share
+    with pytest.raises(PeerLostError):
+        _train(rank, world_size, folder, _spec(zero={"stage": stage}), on_report=told.append)
+    return told
+
+
+@pytest.mark.parametrize(("stage", "told"), [(0, [1, 2, 3]), (2, [1, 2])])
+def test_a_step_cut_off_after_its_update_counts_where_nothing_else_is_held(
+    tmp_path: Path, stage: int, told: list[int]
+) -> None:
+    """At stage 0 the states before the update are nowhere any more; elsewhere they are in replicas."""
+    assert run_ranks(2, _lost_after_the_update, tmp_path, stage) == [told, told]
+
+
+def test_without_its_last_checkpoint_a_job_has_failed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.touch()
+    with pytest.raises(RankFailedError, match="CheckpointError"):
+        run_ranks(2, _train, folder, _spec(steps=2))
+
+
+# Where a job begins
+
+
+def _flip(folder: Path, name: str) -> None:
+    path = folder / name
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 0x10
+    path.write_bytes(raw)
+
+
+def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_gone_on_from(
+    tmp_path: Path, unresized: dict[int, float]
+) -> None:
+    """K15: a flipped bit; also found where another number of ranks reads it."""
+    run_ranks(2, _train, tmp_path, _spec(), (0, 4, Wish.PAUSE))
+    three, five = manifest.scan(tmp_path)
+    assert (three.step, five.step) == (3, 5)
+    _flip(five.path, "rank-00001.safetensors")
+    results = run_ranks(3, _train, tmp_path, _spec())
+    (damaged,) = (n for n in results[0][1] if n["type"] == "checkpoint_damaged")
+    assert damaged["loaded_step"] == 3
+    assert damaged["checkpoint"].endswith(five.name)
+    assert "rank-00001.safetensors" in damaged["reason"]
+    assert sorted({report["step"] for report in _reports(results)}) == [4, 5, 6, 7]
+    assert {**unresized, **_losses(results)} == pytest.approx(unresized, rel=1e-5)
+
+
+@pytest.mark.parametrize("what", ["rank-00000.safetensors", "manifest.json"])
+def test_where_no_checkpoint_verifies_the_job_fails_and_does_not_begin_anew(
+    tmp_path: Path, what: str
+) -> None:
+    run_ranks(1, _train, tmp_path, _spec(), (0, 4, Wish.PAUSE))
+    for info in manifest.scan(tmp_path):
+        _flip(info.path, what)
+    with pytest.raises(RankFailedError, match=what):
+        run_ranks(2, _train, tmp_path, _spec())
+
+
+WIDE = {"global_batch": 16, "micro_batch": 2, "steps": 9, "checkpoints": {"every_steps": None}}
+
+
+def _trace(results: list[tuple[Outcome, list[dict[str, Any]]]]) -> dict[int, tuple[float, list[int]]]:
+    """Learning rate and sorted sample ids of each step."""
+    found: dict[int, tuple[float, list[int]]] = {}
+    for report in _reports(results):
+        lr, ids = found.get(report["step"], (report["lr"], []))
+        assert lr == report["lr"]
+        found[report["step"]] = lr, sorted(ids + report["samples"])
+    return found
+
+
+def test_rates_and_samples_are_those_of_the_undisturbed_run_over_resizes(tmp_path: Path) -> None:
+    """K13 (Automodel 533, accelerate 3938): 4 -> 3 -> 8 ranks, over checkpoints."""
+    spec = _spec(
+        **WIDE, schedule={"kind": "cosine", "warmup_steps": 3}, data={"kind": "synthetic", "samples": 50}
+    )
+    undisturbed = run_ranks(1, _train, tmp_path / "alone", spec)
+    disturbed = []
+    for ranks, stop in ((4, (1, 2, Wish.PAUSE)), (3, (2, 5, Wish.PAUSE)), (8, None)):
+        disturbed += run_ranks(ranks, _train, tmp_path / "resized", spec, stop)
+    assert _trace(disturbed) == _trace(undisturbed)
+    assert _losses(disturbed) == pytest.approx(_losses(undisturbed), rel=1e-5)
+
+
+def test_a_job_goes_on_from_anothers_checkpoint_with_another_batch(tmp_path: Path) -> None:
+    """K13, the rule: samples that were consumed stay consumed, whatever a step reads from now on."""
+    spec = _spec(**WIDE)
+    run_ranks(2, _train, tmp_path / "first", spec, (0, 3, Wish.PAUSE))
+    other = _spec(
+        **{**WIDE, "global_batch": 8, "checkpoints": {"every_steps": 2, "keep": 9}},
+        start_from={"checkpoint": str(tmp_path / "first")},
+    )
+    results = run_ranks(3, _train, tmp_path / "second", other, (0, 6, Wish.PAUSE))
+    again = run_ranks(2, _train, tmp_path / "second", other)
+    assert not [n for _, notices in results for n in notices if n["type"] == "data_restarted"]
+    found = _trace(results + again)
+    assert sorted(found) == [5, 6, 7, 8, 9], "four steps were done before"
+    batches = open_batches(_spec(**{**WIDE, "global_batch": 2}), vocabulary=31)
+    consumed = 4 * 16 // 2
+    for step, (_, ids) in found.items():
+        places = range(consumed + (step - 5) * 4, consumed + (step - 4) * 4)
+        assert ids == sorted(int(i) for place in places for i in batches.ids(place, 0))
+
+
+def _join_one_that_began_elsewhere(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """Rank 0 goes on from another job's checkpoint; then rank 1 joins it, which has seen nothing of that."""
+    spec = _spec(
+        **{**WIDE, "global_batch": 8},
+        start_from={"checkpoint": str(folder / "first")},
+        elastic={"replicas": 0},
+    )
+    device, batches = torch.device("cpu"), open_batches(spec, vocabulary=31)
+    beginner = Beginner(
+        spec,
+        device,
+        batches,
+        build_model(spec),
+        baseline_bytes=0,
+        on_engine=lambda _: None,
+        checkpoints=folder / "second",
+    )
+    alone, everyone = dist.new_group([0]), dist.group.WORLD
+    assert everyone is not None
+    notices: list[dict[str, Any]] = []
+    wishes, saves = Wishes(), Saves(sink=notices.append)
+
+    def train(generation: int, world_size: int, group: dist.ProcessGroup, held: list[Any]) -> list[Any]:
+        assignment = Assignment(
+            generation=generation,
+            rank=rank,
+            world_size=world_size,
+            participants=world_size,
+            store="",
+            carries=generation > 1,
+            checkpoint=None,
+        )
+        engine = beginner.begin(assignment, Groups(everyone=group, training=group), held).engine
+        assert engine is not None
+        place = Place(
+            worker=f"w{rank}",
+            generation=generation,
+            rank=rank,
+            world_size=world_size,
+            checkpoints=folder / "second",
+            device=device,
+            fenced=False,
+        )
+        TrainingLoop(
+            spec=spec,
+            place=place,
+            engine=engine,
+            batches=batches,
+            wishes=wishes,
+            sink=notices.append,
+            saves=saves,
+        ).run()
+        snapshots = list(engine.snapshots())
+        engine.detach()
+        return snapshots
+
+    held: list[Any] = []
+    if rank == 0:
+        wishes.ask(Wish.RESIZE)
+        held = train(1, 1, alone, [])
+    train(2, 2, everyone, held)
+    return notices
+
+
+def test_one_that_joins_learns_from_where_the_samples_are_counted(tmp_path: Path) -> None:
+    """K13 over a live resize: the position belongs to the state, and goes where that goes."""
+    run_ranks(1, _train, tmp_path / "first", _spec(**WIDE), (0, 3, Wish.PAUSE))
+    results = run_ranks(2, _join_one_that_began_elsewhere, tmp_path)
+    found = _trace([(Outcome(step=9), notices) for notices in results])
+    assert sorted(found) == [5, 6, 7, 8, 9]
+    assert {n["world_size"] for n in results[0] if n["type"] == "report"} == {1, 2}
+    batches = open_batches(_spec(**{**WIDE, "global_batch": 2}), vocabulary=31)
+    for step, (_, ids) in found.items():
+        places = range(32 + (step - 5) * 4, 32 + (step - 4) * 4)
+        assert ids == sorted(int(i) for place in places for i in batches.ids(place, 0))
+
+
+def test_a_job_with_other_data_begins_them_anew_and_says_so(tmp_path: Path) -> None:
+    run_ranks(1, _train, tmp_path / "first", _spec(), (0, 3, Wish.PAUSE))
+    (newest,) = manifest.scan(tmp_path / "first")[-1:]
+    other = _spec(data={"kind": "synthetic", "samples": 49}, start_from={"checkpoint": newest.location})
+    results = run_ranks(2, _train, tmp_path / "second", other)
+    (told,) = (n for n in results[0][1] if n["type"] == "data_restarted")
+    assert "samples: 48 then, 49 now" in told["reason"]
+    batches = open_batches(other, vocabulary=31)
+    found = _trace(results)
+    assert sorted(found) == [5, 6, 7]
+    for step, (_, ids) in found.items():
+        assert ids == sorted(int(i) for m in range(MICRO_BATCHES) for i in batches.ids(step - 5, m))
+
+
+def test_a_job_goes_on_at_another_stage_and_precision(tmp_path: Path) -> None:
+    run_ranks(2, _train, tmp_path / "first", _spec(), (0, 3, Wish.PAUSE))
+    other = _spec(
+        precision="bf16", zero={"stage": 3}, start_from={"checkpoint": str(tmp_path / "first")}, steps=6
+    )
+    results = run_ranks(2, _train, tmp_path / "second", other)
+    assert sorted(_losses(results)) == [5, 6]
+
+
+def test_a_beginning_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for given in ("checkpoint", "safetensors"):
+        other = _spec(start_from={given: str(tmp_path / "nothing")})
+        with pytest.raises(RankFailedError, match="nothing"):
+            run_ranks(1, _train, tmp_path / "second", other)
+
+
+def test_a_beginning_that_has_done_all_steps_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, _train, tmp_path / "first", _spec(steps=3))
+    other = _spec(steps=3, start_from={"checkpoint": str(tmp_path / "first")})
+    with pytest.raises(RankFailedError, match="has done 3 steps already, and steps is 3 in all"):
+        run_ranks(1, _train, tmp_path / "second", other)
+
+
+def test_a_job_begins_with_parameters_from_safetensors(tmp_path: Path) -> None:
+    run_ranks(2, _train, tmp_path / "first", _spec(steps=4))
+    (newest,) = manifest.scan(tmp_path / "first")[-1:]
+    interchange.export_model(newest.location, tmp_path / "export")
+    other = _spec(start_from={"safetensors": str(tmp_path / "export")})
+    alone = run_ranks(1, _train, tmp_path / "alone", other)
+    pair = run_ranks(2, _train, tmp_path / "pair", other)
+    assert sorted(_losses(alone)) == [*range(1, 8)]
+    assert _losses(pair) == pytest.approx(_losses(alone), rel=1e-5)
+    seeded = run_ranks(1, _train, tmp_path / "seeded", _spec())
+    assert _losses(seeded)[1] != pytest.approx(_losses(alone)[1], rel=1e-3)
+    assert _trace(alone) == _trace(seeded), "the data from their start, the schedule too"
 
 
 # The rendezvous: groups formed, left, aborted and formed again in live processes

@@ -73,11 +73,11 @@ def test_a_job_outlives_the_control_plane_and_recovers_from_the_loss_of_its_clus
     with control_plane(settings) as plane:
         wait_until(lambda: plane.get(job_id).step > seen, timeout_s=240)
         assert plane.get(job_id).attempt == 1
-        wait_until(lambda: plane.checkpoints(job_id), timeout_s=240)
+        wait_until(lambda: plane.checkpoints.listed(job_id), timeout_s=240)
 
         kill_head(settings.data_dir)
         wait_until(lambda: plane.get(job_id).attempt == 2, timeout_s=240)
-        saved = plane.checkpoints(job_id)[-1].step
+        saved = plane.checkpoints.listed(job_id)[-1].step
         assert saved >= 10
         wait_until(lambda: plane.get(job_id).state is JobState.RUNNING, timeout_s=240)
         generation = plane.get(job_id).generation

@@ -228,7 +228,7 @@ def test_two_four_three_workers_lose_no_step_and_change_no_number(job: Job, tmp_
     (reference,) = run_ranks(1, _reference_losses, paceless, tmp_path / "reference")
     assert losses == pytest.approx(reference, rel=1e-5)
     saved = [(e["data"]["step"], e["data"]["reason"]) for e in job.events("checkpoint")]
-    assert [reason for _, reason in saved if reason != "interval"] == ["final"]
+    assert [reason for _, reason in saved if reason not in ("interval", "owed")] == ["final"]
     assert saved[-1] == (90, "final")
     assert not any(_runs(pid) for pid in after.values())
     assert job.phases() == ["starting", "running", "resizing", "running", "resizing", "running", "succeeded"]
@@ -553,6 +553,28 @@ def test_pause_gives_everything_back_and_another_attempt_goes_on(job: Job, ray_c
     resumed = [r for r in job.reports() if r["world_size"] == 3]
     assert min(r["step"] for r in resumed) == at + 1
     assert {r["generation"] for r in resumed} == {2}
+    _assert_ledger(job, range(1, 61))
+
+
+def test_an_attempt_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(job: Job) -> None:
+    spec = spec_of(steps=60)
+    job.start(spec)
+    job.wait_step(8)
+    job.command("pause")
+    job.wait_phase("paused")
+    job.kill()
+    _wait_until_free(job)
+    before, newest = manifest.scan(job.storage / "jobs" / job.job_id / "checkpoints")[-2:]
+    damaged = newest.path / manifest.shard_name(1)
+    raw = bytearray(damaged.read_bytes())
+    raw[-1] ^= 1
+    damaged.write_bytes(raw)
+    job.start(spec, attempt=2, wanted=3)
+    told = job.wait_event("checkpoint_damaged")["data"]
+    assert (told["checkpoint"], told["loaded_step"]) == (newest.name, before.step)
+    assert damaged.name in told["reason"]
+    job.wait_phase("succeeded")
+    assert min(r["step"] for r in job.reports() if r["world_size"] == 3) == before.step + 1
     _assert_ledger(job, range(1, 61))
 
 

@@ -360,6 +360,27 @@ def test_paused_it_holds_nothing_and_resumed_it_goes_on_where_it_was(
     assert len(told.reports) == 2 * STEPS
 
 
+def test_another_job_starts_from_its_checkpoint_once_it_was_verified_and_exported(
+    client: Client, gate: Path, undisturbed: Told
+) -> None:
+    assert undisturbed.job is not None
+    first = undisturbed.job.id
+    assert [checkpoint.step for checkpoint in client.checkpoints(first)] == [90, 95, 100]
+    assert client.verify_checkpoint(first, 90).whole
+    exported = client.export_checkpoint(first, 100, dtype="bf16")
+    assert all((Path(exported.folder) / name).is_file() for name in exported.files)
+    gate.touch()
+    start = {"start_from": {"job": first, "step": 90}, "workers": {"wanted": 3}}
+    told = _follow(client, client.submit(_spec(gate, **start)).id)
+    assert told.job is not None
+    assert told.job.state == "succeeded"
+    assert sorted(told.samples) == [*range(91, STEPS + 1)]
+    assert told.samples == {step: undisturbed.samples[step] for step in told.samples}
+    assert told.losses == pytest.approx(undisturbed.losses[90:], rel=RELATIVE_TOLERANCE)
+    for saved in told.of("checkpoint"):
+        assert saved.data["stall_s"] >= 0
+
+
 def test_cancelled_shows_only_when_everything_is_gone(service: Service, client: Client, gate: Path) -> None:
     job_id = client.submit(_spec(gate, workers={"wanted": 4})).id
     _until(lambda: client.job(job_id).step >= 2)

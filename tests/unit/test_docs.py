@@ -95,8 +95,12 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         name = next((word for word in words if word in group.commands), None)
         assert name is not None or words == ["--help"], f"{line!r} names no command"
         known = {option for parameter in group.params for option in parameter.opts} | {"--help"}
-        if name is not None:
-            known |= {option for parameter in group.commands[name].params for option in parameter.opts}
+        command, rest = (group.commands[name], words[words.index(name) + 1 :]) if name else (None, [])
+        while hasattr(command, "commands") and rest:
+            assert rest[0] in command.commands, f"{line!r} names no command"
+            command, rest = command.commands[rest[0]], rest[1:]
+        if command is not None:
+            known |= {option for parameter in command.params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= known, line
 
 

@@ -144,8 +144,11 @@ class Saver:
         fenced: bool = False,
         seed: int | None = None,
         versions: Mapping[str, str] | None = None,
+        first: Callable[[], None] | None = None,
     ) -> int:
         """Copy the state after the last step, and write it behind; returns the step. Arguments: see `save`.
+
+        first  called on each rank before it writes, from the thread that does; if it raises, the save fails
 
         Collective. A save that is under way is waited for first. Nothing that is done to the engine or to
         `extra` after this returns reaches the files. Raises CheckpointError on every rank, and `on_done` is
@@ -161,7 +164,7 @@ class Saver:
 
         def run() -> None:
             try:
-                written = size if work is None else write_behind(work)
+                written = size if work is None else write_behind(work, first)
                 saved = SavedCheckpoint(location, step, written, time.perf_counter() - began)
                 outcome = Outcome(step, generation, saved, None)
             except Exception as error:  # whatever it is, it must reach somebody

@@ -403,10 +403,12 @@ def _good(receipt: Receipt) -> Receipt:
     return receipt
 
 
-def write_behind(work: Work) -> int:
-    """One rank's whole save, without a collective; returns the bytes of all files."""
+def write_behind(work: Work, first: Callable[[], None] | None = None) -> int:
+    """One rank's whole save, without a collective; returns the bytes of all files. `first` comes first."""
     try:
         try:
+            if first is not None:
+                first()
             work.write()
         except Exception as error:
             work.tell_failure(work.understood(error))

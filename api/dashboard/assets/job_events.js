@@ -53,7 +53,13 @@ const TEXTS = {
   worker_lost: (data) =>
     `${onRank(data) || "a worker"}${data.worker ? ` (${data.worker})` : ""} at step ${data.step}${data.cause ? `: ${data.cause}` : ""}`,
   checkpoint: (data) =>
-    `step ${data.step}, ${bytes(data.bytes)} in ${duration(data.seconds)}${data.reason ? ` (${data.reason})` : ""}`,
+    `step ${data.step}, ${bytes(data.bytes)} in ${duration(data.seconds)}${data.reason ? ` (${data.reason})` : ""}` +
+    (data.stall_s === undefined ? "" : `, training held up ${duration(data.stall_s)}`),
+  checkpoint_failed: (data) => `step ${data.step} (${data.reason}): ${data.error}`,
+  checkpoint_dropped: (data) => `${data.dropped_step === null ? "one" : `step ${data.dropped_step}`}${reason(data)}`,
+  checkpoint_damaged: (data) =>
+    `${data.checkpoint} is passed over${reason(data)}; going on from step ${data.loaded_step}`,
+  data_restarted: (data) => data.reason,
   error: (data) => [onRank(data), data.message].filter(Boolean).join(": "),
 };
 
@@ -64,6 +70,10 @@ const TONES = {
   worker_lost: "danger",
   worker_slow: "warning",
   drain: "warning",
+  checkpoint_failed: "danger",
+  checkpoint_dropped: "warning",
+  checkpoint_damaged: "danger",
+  data_restarted: "warning",
   error: "danger",
 };
 

@@ -45,7 +45,7 @@ def test_a_job_by_hand(service: Running, folder: Path) -> None:
 
     assert "3 workers wanted" in _run(folder, "resize", job_id[:8], "3").stdout
     until(lambda: service.client.job(job_id).workers.current == 3)
-    assert "next step boundary" in _run(folder, "checkpoint", job_id).stdout
+    assert "next step boundary" in _run(folder, "checkpoint", "save", job_id).stdout
     service.cluster.train(job_id, 1)
     until(lambda: len(service.client.ranks(job_id)) == 3)
     shown = _run(folder, "show", job_id).stdout

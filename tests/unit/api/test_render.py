@@ -119,6 +119,24 @@ def test_replicas_have_a_column_where_there_are_any() -> None:
             _event("checkpoint", step=7, bytes=1 << 20, seconds=0.1, reason="final"),
             "1.00 MiB in 100 ms (final)",
         ),
+        (
+            _event("checkpoint", step=7, bytes=1 << 20, seconds=2.5, reason="interval", stall_s=0.02),
+            "1.00 MiB in 2.50 s (interval), training held up 20 ms",
+        ),
+        (
+            _event("checkpoint_failed", step=7, reason="interval", error="no space"),
+            "step 7 (interval): no space",
+        ),
+        (
+            _event("checkpoint_dropped", step=7, dropped_step=5, reason="its group ended"),
+            "step 5: its group ended",
+        ),
+        (_event("checkpoint_dropped", step=7, dropped_step=None, reason="its group ended"), "one: its"),
+        (
+            _event("checkpoint_damaged", step=7, checkpoint="step-9", reason="a bit", loaded_step=7),
+            "step-9 is passed over: a bit; going on from step 7",
+        ),
+        (_event("data_restarted", step=7, reason="the data begin at their start"), "the data begin"),
         (_event("error", rank=0, message="boom"), "rank 0: boom"),
         (_event("made-up", a=1, b=2), "made-up  a 1, b 2"),
     ],

@@ -261,7 +261,7 @@ def test_a_huge_log_is_bounded_in_bytes(plane: ControlPlane, tmp_path: Path) -> 
 
 
 def test_checkpoints_of_a_new_job_are_none(plane: ControlPlane) -> None:
-    assert plane.checkpoints(plane.submit(spec_of(), who="ann").id) == []
+    assert plane.checkpoints.listed(plane.submit(spec_of(), who="ann").id) == []
 
 
 def test_limits_are_bounded(plane: ControlPlane) -> None:

@@ -53,7 +53,8 @@ def test_a_model_larger_than_the_nodes_memory_does_not_fit() -> None:
 
 
 def test_the_memory_of_one_node_is_shared_by_its_workers() -> None:
-    needed = PROCESS_BYTES + plan(spec_of(), view()).per_rank.total  # type: ignore[union-attr]
+    one = plan(spec_of(), view())
+    needed = one.process_bytes + one.per_rank.total  # type: ignore[union-attr]
     assert plan(spec_of(), view(memory_bytes=2 * needed)).fits
     assert not plan(spec_of(), view(memory_bytes=2 * needed - 1)).fits
     assert plan(spec_of(), view(memory_bytes=needed, nodes=2)).fits
@@ -66,7 +67,11 @@ def test_a_users_own_model_is_unknown_and_the_plan_says_so() -> None:
 
 
 def test_gpu_memory_is_not_claimed_to_be_checked() -> None:
-    large = spec_of(model={"kind": "gpt", "layers": 48, "hidden": 4096, "heads": 32}, resources={"gpus": 1})
+    large = spec_of(
+        model={"kind": "gpt", "layers": 48, "hidden": 4096, "heads": 32},
+        resources={"gpus": 1},
+        checkpoints={"asynchronous": False},
+    )
     found = plan(large, view(gpus=2))
     assert found.fits
     assert "GPUs" in found.notes[0]
@@ -97,3 +102,15 @@ def test_a_resize_to_too_few_for_the_model_is_impossible() -> None:
     check_resize(spec, 4, small)
     with pytest.raises(ImpossibleResize, match="memory for 0"):
         check_resize(spec, 1, small)
+
+
+def test_the_copy_that_checkpoints_are_written_from_counts() -> None:
+    found = plan(spec_of(), view(), workers=1)
+    assert found.process_bytes == PROCESS_BYTES + 3 * 4 * found.parameters  # type: ignore[operator]
+    assert plan(spec_of(), view(), workers=2).process_bytes < found.process_bytes
+    sgd = spec_of(optimizer={"kind": "sgd"})
+    assert plan(sgd, view(), workers=1).process_bytes == PROCESS_BYTES + 2 * 4 * found.parameters  # type: ignore[operator]
+    for checkpoints in ({"asynchronous": False}, {"every_steps": None}):
+        assert plan(spec_of(checkpoints=checkpoints), view()).process_bytes == PROCESS_BYTES
+    small = spec_of(resources={"memory_bytes": 1000})
+    assert "copy for checkpoints" in plan(small, view()).reasons[0]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,8 @@ class Workers:
     leavers: list[Worker] = field(default_factory=list)
     joiners: list[Worker] = field(default_factory=list)
     meetings: list[tuple[list[str], list[str], int]] = field(default_factory=list)
+    floors: list[int] = field(default_factory=list)
+    """Of each meeting: no older state may be gone on from."""
     asked: list[Wish] = field(default_factory=list)
     step: int = 0
     untold: set[str] = field(default_factory=set)
@@ -117,6 +120,7 @@ class Workers:
     def meet(self, generation: int, *, checkpoint: str | None, floor_step: int) -> None:
         names = [w.name for w in self.members], [w.name for w in self.leavers]
         self.meetings.append((*names, generation))
+        self.floors.append(floor_step)
         self._forming, self._stopping = True, None
         for worker in self.participants:
             worker.outcome = None
@@ -389,3 +393,38 @@ def test_what_a_lost_rank_did_not_tell_and_nobody_repeats_is_told_for_it(tmp_pat
     assert rebuilt == [(5, 1, "w1"), (6, 1, "w1")]
     assert all(len([r for r in reports if r["step"] == step]) == 3 for step in range(1, 7))
     assert attempt.events("recovery")[0]["steps_repeated"] == 0
+
+
+def test_after_a_damaged_checkpoint_a_resize_goes_on_from_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest that is listed does not verify: the group has begun from an older one."""
+    newest = SimpleNamespace(step=100, location="/r/step-00000100.g0001")
+    monkeypatch.setattr("workers.latest.manifest.latest", lambda root: newest)
+    attempt = Attempt(tmp_path)
+    attempt.at(5, lambda: attempt.resize(3))
+    attempt.run(20)
+    assert attempt.groups() == [2, 3]
+    assert attempt.workers.floors == [100, 0]
+
+
+def test_what_becomes_of_checkpoints_is_logged_as_events(attempt: Attempt) -> None:
+    """A commit comes steps after its step; what counted up to there is noted with it, for a restart."""
+    own = attempt.workers.round
+
+    def also(notices: list[dict[str, Any]]) -> None:
+        attempt.workers.round = lambda: [*own(), *(notices.pop(0) for _ in notices[:1])]  # type: ignore[method-assign]
+
+    saved = {"type": "checkpoint", "generation": 1, "step": 4, "bytes": 9, "seconds": 0.5, "stall_s": 0.1}
+    saved["location"] = "/r/step-00000004.g0001"
+    failed = {"type": "checkpoint_failed", "generation": 1, "step": 6, "reason": "interval", "error": "full"}
+    attempt.at(8, lambda: also([{**saved, "reason": "interval"}, failed]))
+    attempt.run(20)
+    (event,) = attempt.events("checkpoint")
+    assert (event["step"], event["seconds"], event["stall_s"], event["reason"]) == (4, 0.5, 0.1, "interval")
+    assert event["saved_productive_s"] == 4.0
+    assert event["productive_s"] > 7
+    (event,) = attempt.events("checkpoint_failed")
+    assert event == {"generation": 1, "step": 6, "reason": "interval", "error": "full"}
+    history = JobLog(attempt.log._path).history
+    assert (history.saved_step, history.saved_productive_s) == (4, 4.0)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workers.data import PYTHON, check_resume, open_batches
+from workers.data import PYTHON, Batches, check_resume, go_on_from, open_batches
 from workers.errors import DataError, ResumeError
+from workers.order import Origin
 from workers.spec import JobSpec
 
 
@@ -154,3 +155,63 @@ def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
     changed = open_batches(_spec({"kind": "text", "paths": [str(path)]}), vocabulary=256).fingerprint
     with pytest.raises(ResumeError, match="digest"):
         check_resume(saved, changed)
+
+
+def _places(batches: Batches, steps: range) -> list[int]:
+    """Ids of what these steps read, in order."""
+    count = batches._spec.micro_batches
+    return [int(i) for step in steps for m in range(count) for i in batches.ids(step, m)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 8), (8, 4), (4, 4), (4, 6)])
+def test_another_global_batch_goes_on_where_the_samples_end(tmp_path: Path, before: int, after: int) -> None:
+    """K13: the position is what was consumed: a job with another batch skips none and repeats none."""
+    data = _text(tmp_path / "a.txt", 8 * 50 + 1)
+    first = open_batches(_spec(data, global_batch=before), vocabulary=256)
+    second = open_batches(_spec(data, global_batch=after), vocabulary=256)
+    extra = {"data": first.fingerprint, "consumed": first.consumed(5)}
+    origin, why = go_on_from(extra, second, step=5)
+    assert why is None
+    second.origin = origin
+    read = _places(first, range(5)) + _places(second, range(5, 12))
+    whole = open_batches(_spec(data, global_batch=2), vocabulary=256)
+    assert read == _places(whole, range(len(read) // 2))
+    assert second.consumed(12) == len(read)
+    # And a third one, of that checkpoint.
+    third = open_batches(_spec(data, global_batch=2), vocabulary=256)
+    third.origin, why = go_on_from({"data": second.fingerprint, "consumed": len(read)}, third, step=12)
+    assert why is None
+    assert third.ids(12, 0).tolist() == whole.ids(len(read) // 2, 0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": 4}, "seed: 3 then, 4 now"),
+        ({"sequence_length": 4}, "sequence_length: 8 then, 4 now"),
+        ({"data": {"kind": "synthetic", "samples": 99}}, "kind: 'text' then, 'synthetic' now"),
+    ],
+)
+def test_other_data_begin_at_their_start_and_it_is_said_why(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    data = _text(tmp_path / "a.txt", 8 * 50 + 1)
+    first = open_batches(_spec(data), vocabulary=256)
+    fields = {"data": data, "steps": 5, "global_batch": 4, "micro_batch": 2, "sequence_length": 8, "seed": 3}
+    second = open_batches(JobSpec.model_validate(fields | changes), vocabulary=256)
+    fresh = second.ids(0, 0).tolist()
+    second.origin, why = go_on_from(
+        {"data": first.fingerprint, "consumed": first.consumed(5)}, second, step=5
+    )
+    assert why is not None
+    assert said in why
+    assert second.ids(5, 0).tolist() == fresh
+
+
+def test_a_checkpoint_that_tells_nothing_of_data_begins_them_anew(tmp_path: Path) -> None:
+    batches = open_batches(_spec(_text(tmp_path / "a.txt", 401)), vocabulary=256)
+    origin, why = go_on_from({}, batches, step=7)
+    assert (origin, why) == (Origin(7, 0), "the checkpoint does not tell how far its job had read")
+    # An older one, which tells the batch only.
+    origin, why = go_on_from({"data": batches.fingerprint}, batches, step=7)
+    assert (origin, why) == (Origin(7, 28), None)

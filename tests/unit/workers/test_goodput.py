@@ -19,6 +19,13 @@ def test_a_repeated_step_counts_once() -> None:
     assert (counted.step, counted.productive_s) == (2, 1.5)
 
 
+def test_what_counts_up_to_a_step_that_was_saved_while_training_went_on() -> None:
+    counted = Goodput(step=10, productive_s=4.0)
+    for step in range(11, 16):
+        counted.told(step, 1.0)
+    assert [counted.at(step) for step in (9, 10, 12, 15, 20)] == [4.0, 4.0, 6.0, 9.0, 9.0]
+
+
 def test_an_attempt_that_goes_on_from_a_checkpoint_counts_its_own_steps() -> None:
     counted = Goodput()
     counted.resume(100)

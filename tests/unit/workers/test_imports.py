@@ -18,6 +18,8 @@ LIGHT = (
     "progress",
     "draining",
     "mover",
+    "committed",
+    "latest",
 )
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from workers.ledger import Ledger
-from workers.order import SampleOrder
+from workers.order import Origin, SampleOrder
 from workers.reports import RankReport
 from workers.spec import JobSpec
 
@@ -84,3 +84,13 @@ def test_the_next_generation_begins_with_a_clean_sheet() -> None:
     ledger.begin(["w0"])
     ledger.told(_report(2, 0, 1))
     assert ledger.rebuild(9, samples=SAMPLES) == []
+
+
+def test_the_samples_of_a_job_that_goes_on_from_anothers_are_counted_from_its_origin() -> None:
+    ledger = Ledger(SPEC)
+    ledger.begin(["w0", "w1"])
+    ledger.told(_report(8, 0, 2))
+    (rebuilt,) = ledger.rebuild(8, samples=SAMPLES, origin=Origin(step=5, samples=13))
+    order = SampleOrder(SAMPLES, SPEC.seed)
+    start = 13 + (7 - 5) * 10
+    assert rebuilt["samples"] == [int(i) for m in (1, 3) for i in order.ids(start + 2 * m, 2)]

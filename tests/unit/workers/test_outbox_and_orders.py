@@ -109,6 +109,20 @@ def test_an_outbox_is_settled_once_everything_was_taken_in() -> None:
     assert box.settle(0), "a group that is being aborted does not wait"
 
 
+def test_what_is_put_while_an_outbox_settles_is_not_waited_for() -> None:
+    """Training goes on meanwhile, so that there is always something new."""
+    box = Outbox()
+    box.put({"n": 1})
+
+    def take_in_and_add() -> None:
+        box.put({"n": 2})
+        assert box.take(1)[1] == 2
+        box.put({"n": 3})
+
+    threading.Timer(0.05, take_in_and_add).start()
+    assert box.settle(60)
+
+
 @pytest.mark.parametrize(
     "command",
     [

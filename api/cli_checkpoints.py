@@ -1,0 +1,313 @@
+"""The commands `elastic-zero checkpoint ...` and `elastic-zero reshard`: a job's checkpoints, or a folder's.
+
+A target is a job (its id or the beginning of it, `@STEP` behind it for another than the newest), asked
+through the service; or a folder or an address (anything with a slash in it), read from here without one.
+"""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from api import planning, render
+from api.cli_common import FOUND, AsJson, JobArgument, UserMistake, options_of, out
+from api.client import Client
+from api.schemas import CheckpointOut, DamageOut
+from workers.committed import committed, is_checkpoint
+from zero_core.checkpoint import manifest
+from zero_core.checkpoint.manifest import CheckpointInfo, Manifest
+from zero_core.errors import CheckpointError
+
+group = typer.Typer(no_args_is_help=True, help="A job's checkpoints, or those in a folder.")
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A job, as JOB or JOB@STEP, or a folder or address: of a checkpoint, or of several, of which "
+        "the newest is meant.",
+    ),
+]
+_SHOWN = 20
+
+
+class Dtype(StrEnum):
+    """Of exported parameters."""
+
+    MASTER = "master"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job as a target; step None: its newest checkpoint."""
+
+    prefix: str
+    step: int | None
+
+
+@group.command("ls")
+def ls(context: typer.Context, target: Target, as_json: AsJson = False) -> None:
+    """List the committed checkpoints, newest last."""
+    found = _listed(context, target)
+    if as_json:
+        typer.echo(json.dumps([one.model_dump(mode="json") for one in found]))
+        return
+    table = Table("step", "generation", "workers", "stage", "bytes", "saved", "where", box=None)
+    for one in found:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.created))
+        cells = (one.step, one.generation, one.world_size, one.stage, render.size(one.bytes), saved, one.path)
+        table.add_row(*(str(cell) for cell in cells))
+    out.print(table if found else "none")
+
+
+@group.command("show")
+def show(context: typer.Context, target: Target, as_json: AsJson = False) -> None:
+    """Show what one checkpoint holds, as its manifest says."""
+    one = _chosen(context, target)
+    facts = _facts(one, _readable(one.path))
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), str(value))
+    out.print(table)
+
+
+@group.command("save")
+def save(context: typer.Context, job: JobArgument) -> None:
+    """Save a job's state at the next step boundary."""
+    with options_of(context).client() as client:
+        after = client.save_checkpoint(client.find(job).id)
+    typer.echo(f"job {after.id}: a checkpoint is saved at the next step boundary")
+
+
+@group.command("verify")
+def verify(context: typer.Context, target: Target, as_json: AsJson = False) -> None:
+    """Read a whole checkpoint; exit code 4 if anything in it is damaged."""
+    job = _job(target)
+    if job is None:
+        from zero_core.checkpoint import inspection
+
+        path = _newest(target)
+        damage = [
+            DamageOut(file=one.file, start=one.start, stop=one.stop, what=one.what)
+            for one in inspection.verify(path)
+        ]
+    else:
+        with options_of(context).client() as client:
+            job_id = client.find(job.prefix).id
+            # One that is damaged may not be listed.
+            step = _of_job(client, job)[1].step if job.step is None else job.step
+            verified = client.verify_checkpoint(job_id, step)
+        path, damage = verified.path, verified.damage
+    if as_json:
+        told = {"path": path, "whole": not damage, "damage": [one.model_dump() for one in damage]}
+        typer.echo(json.dumps(told))
+    else:
+        for one_damage in damage:
+            typer.echo(f"{one_damage.file} [{one_damage.start}, {one_damage.stop}): {one_damage.what}")
+        typer.echo(f"{path}: {f'{len(damage)} places are damaged' if damage else 'whole'}")
+    if damage:
+        raise typer.Exit(FOUND)
+
+
+@group.command("diff")
+def diff(
+    context: typer.Context,
+    first: Annotated[str, typer.Argument(metavar="TARGET")],
+    second: Annotated[str, typer.Argument(metavar="TARGET")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare the states of two checkpoints, of whatever world sizes; exit code 4 if they differ."""
+    from zero_core.checkpoint import inspection
+
+    paths = [_chosen(context, target).path for target in (first, second)]
+    for path in paths:
+        _readable(path)
+    found = [asdict(one) for one in inspection.diff(*paths)]
+    if as_json:
+        typer.echo(json.dumps({"paths": paths, "same": not found, "differences": found}))
+    else:
+        for difference in found[:_SHOWN]:
+            typer.echo(", ".join(f"{name} {value}" for name, value in difference.items()))
+        if len(found) > _SHOWN:
+            typer.echo(f"and {len(found) - _SHOWN} more; --json has all")
+        typer.echo("they differ" if found else "the same state")
+    if found:
+        raise typer.Exit(FOUND)
+
+
+@group.command("export")
+def export(
+    context: typer.Context,
+    target: Target,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="New folder; of a folder only. A job's goes into the job's own folder."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of floating parameters; master: as stored.")] = Dtype.MASTER,
+    max_shard: Annotated[str, typer.Option(help="Most bytes in a file, as 5GB.", metavar="BYTES")] = "5GB",
+    as_json: AsJson = False,
+) -> None:
+    """Write the parameters as Hugging Face style safetensors."""
+    limit, job = planning.byte_count(max_shard, "--max-shard"), _job(target)
+    if job is None:
+        from zero_core.checkpoint import interchange
+
+        if to is None:
+            raise planning.WrongUsage(
+                "--to: say into which new folder the parameters of a folder are exported"
+            )
+        if to.exists():
+            raise UserMistake(f"{to} exists: give a new folder")
+        interchange.export_model(_place(target), to, dtype=dtype.value, max_shard_bytes=limit)
+        folder, files = str(to), sorted(path.name for path in to.iterdir())
+    else:
+        if to is not None:
+            raise planning.WrongUsage("--to: a job's parameters are exported into the job's own folder")
+        with options_of(context).client() as client:
+            job_id, one = _of_job(client, job)
+            exported = client.export_checkpoint(job_id, one.step, dtype=dtype.value, max_shard_bytes=limit)
+        folder, files = exported.folder, exported.files
+    if as_json:
+        typer.echo(json.dumps({"folder": folder, "files": files}))
+    else:
+        typer.echo(folder)
+
+
+def reshard(
+    context: typer.Context,
+    target: Target,
+    to: Annotated[
+        int, typer.Option("--to", min=1, max=1_000_000, metavar="N", help="Ranks that would load it.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what each rank would read.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What each rank would read of a checkpoint at another world size. Nothing is written."""
+    if not dry_run:
+        raise planning.WrongUsage(
+            "a checkpoint is loaded at any number of ranks as it is, so there is nothing to convert: "
+            "--dry-run says what each rank would read"
+        )
+    from zero_core.checkpoint import inspection
+
+    one = _chosen(context, target)
+    written = _readable(one.path).world_size
+    reads = [int(amount) for amount in inspection.dry_run(one.path, to)]
+    if as_json:
+        typer.echo(json.dumps({"path": one.path, "from": written, "to": to, "bytes": reads}))
+        return
+    typer.echo(f"{one.path}: {written} -> {to} ranks, {render.size(sum(reads))} read in all")
+    for rank, amount in enumerate(reads[:_SHOWN]):
+        typer.echo(f"rank {rank}: {render.size(amount)}")
+    if to > _SHOWN:
+        typer.echo(f"and {to - _SHOWN} more, the most any reads {render.size(max(reads))}; --json has all")
+
+
+def _job(target: str) -> _Job | None:
+    """The job that is meant; None where it is a folder or an address."""
+    if "/" in target or target in {".", ".."}:
+        return None
+    prefix, mark, step = target.partition("@")
+    if mark and not (step.isascii() and step.isdecimal()):
+        raise planning.WrongUsage(f"{target!r}: behind the @ stands a step, as in {prefix}@100")
+    return _Job(prefix, int(step) if mark else None)
+
+
+def _of_job(client: Client, job: _Job) -> tuple[str, CheckpointOut]:
+    job_id = client.find(job.prefix).id
+    listed = client.checkpoints(job_id)
+    if not listed:
+        raise UserMistake(f"job {job_id} has no checkpoint yet")
+    for one in reversed(listed):
+        if job.step in (None, one.step):
+            return job_id, one
+    steps = ", ".join(str(one.step) for one in listed)
+    raise UserMistake(f"job {job_id} has no checkpoint of step {job.step}; there are: {steps}")
+
+
+def _listed(context: typer.Context, target: str) -> list[CheckpointOut]:
+    job = _job(target)
+    if job is not None:
+        with options_of(context).client() as client:
+            found = client.checkpoints(client.find(job.prefix).id)
+        return [one for one in found if job.step in (None, one.step)]
+    infos = manifest.scan(target)
+    return [CheckpointOut.of(info) for info in infos] if infos else [_single(target)]
+
+
+def _chosen(context: typer.Context, target: str) -> CheckpointOut:
+    """The one checkpoint that is meant."""
+    job = _job(target)
+    if job is None:
+        return _single(_place(target))
+    with options_of(context).client() as client:
+        return _of_job(client, job)[1]
+
+
+def _place(target: str) -> str:
+    """Folder or address of the one checkpoint that is meant: the newest where it is a folder of them."""
+    newest = manifest.latest(target)
+    return target.rstrip("/") if newest is None else newest.location
+
+
+def _newest(target: str) -> str:
+    """The same, be it damaged. Raises UserMistake where there is none."""
+    if is_checkpoint(target):
+        return target.rstrip("/")
+    found = committed(target)
+    if not found:
+        raise UserMistake(f"{target} is no checkpoint, and no folder of checkpoints")
+    return found[-1].location
+
+
+def _single(path: str) -> CheckpointOut:
+    said = manifest.read(path)
+    info = CheckpointInfo(
+        step=said.step,
+        generation=said.generation,
+        location=path,
+        bytes=said.bytes,
+        created=said.created,
+        world_size=said.world_size,
+        stage=said.stage,
+    )
+    return CheckpointOut.of(info)
+
+
+def _readable(path: str) -> Manifest:
+    """The manifest, read from here. Raises UserMistake."""
+    try:
+        return manifest.read(path)
+    except (CheckpointError, OSError) as error:
+        raise UserMistake(f"the checkpoint at {path} cannot be read from here: {error}") from error
+
+
+def _facts(one: CheckpointOut, said: Manifest) -> dict[str, Any]:
+    return {
+        "path": one.path,
+        "step": said.step,
+        "updates": said.updates,
+        "generation": said.generation,
+        "world_size": said.world_size,
+        "stage": said.stage,
+        "precision": said.precision,
+        "kinds": list(said.kinds),
+        "parameters": said.layout.numel(),
+        "units": len(said.layout.units),
+        "buffers": len(said.buffers),
+        "tied": dict(said.aliases),
+        "bytes": said.bytes,
+        "created": said.created,
+        "samples_consumed": said.extra.get("consumed"),
+    }
