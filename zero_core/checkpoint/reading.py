@@ -9,9 +9,9 @@ Knows nothing of engines, process groups or tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -73,8 +73,7 @@ def wants_of(manifest: Manifest, layout: Layout, *, stage: int, rank: int) -> li
     return wants
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes [start, stop) of a file's data section; they are those from `offset` on of want number `want`."""
 
     start: int
@@ -83,8 +82,7 @@ class Piece:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRead:
+class BlockRead(NamedTuple):
     """Block number `index`, bytes [start, stop) of the data section, and the pieces in it, in order."""
 
     index: int
@@ -334,7 +332,7 @@ class Reader:
         for run in _neighbours(missing, self._at_once):
             memory = [memoryview(bytearray(block.stop - block.start)) for block in run]
             whole = [
-                replace(block, pieces=(Piece(block.start, block.stop, number, 0),))
+                block._replace(pieces=(Piece(block.start, block.stop, number, 0),))
                 for number, block in enumerate(run)
             ]
             self._read_blocks(file, whole, self._digests_of(file), memory)
@@ -410,6 +408,11 @@ def _buffers(
     block: BlockRead, targets: Sequence[Target], scratch: memoryview
 ) -> tuple[list[memoryview], list[tuple[Piece, memoryview]]]:
     """Memory for all bytes of a block, in order; and the pieces that have to be copied on from `scratch`."""
+    first = block.pieces[0] if block.pieces else None
+    if first is not None and first.start == block.start and first.stop == block.stop:
+        target = targets[first.want]
+        if isinstance(target, memoryview):
+            return [target[first.offset : first.offset + first.stop - first.start]], []
     buffers, copies, reached = list[memoryview](), list[tuple[Piece, memoryview]](), block.start
     apart = 2 * len(block.pieces) + 1 > _MOST_BUFFERS
     for piece in block.pieces:
