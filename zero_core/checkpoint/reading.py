@@ -83,9 +83,9 @@ class Piece(NamedTuple):
 
 
 class BlockRead(NamedTuple):
-    """Block number `index`, bytes [start, stop) of the data section, and the pieces in it, in order."""
+    """Block number `number`, bytes [start, stop) of the data section, and the pieces in it, in order."""
 
-    index: int
+    number: int
     start: int
     stop: int
     pieces: tuple[Piece, ...]
@@ -328,7 +328,7 @@ class Reader:
 
     def _kept_blocks(self, file: int, blocks: Sequence[BlockRead]) -> list[memoryview]:
         """Whole blocks, verified; from memory where they were among the last."""
-        missing = [block for block in blocks if (file, block.index) not in self._kept]
+        missing = [block for block in blocks if (file, block.number) not in self._kept]
         for run in _neighbours(missing, self._at_once):
             memory = [memoryview(bytearray(block.stop - block.start)) for block in run]
             whole = [
@@ -336,9 +336,9 @@ class Reader:
                 for number, block in enumerate(run)
             ]
             self._read_blocks(file, whole, self._digests_of(file), memory)
-            self._kept |= {(file, block.index): data for block, data in zip(run, memory, strict=True)}
-        found = [self._kept.pop((file, block.index)) for block in blocks]
-        self._kept |= {(file, block.index): data for block, data in zip(blocks, found, strict=True)}
+            self._kept |= {(file, block.number): data for block, data in zip(run, memory, strict=True)}
+        found = [self._kept.pop((file, block.number)) for block in blocks]
+        self._kept |= {(file, block.number): data for block, data in zip(blocks, found, strict=True)}
         while len(self._kept) > _KEPT_BLOCKS:
             del self._kept[next(iter(self._kept))]
         return found
@@ -382,7 +382,7 @@ class Reader:
         begin, size = self.contents(file).header_bytes, blocks[-1].stop - blocks[0].start
         self._fill(file, begin + blocks[0].start, [b for buffers, _ in memory for b in buffers], size)
         for block, (buffers, copies) in zip(blocks, memory, strict=True):
-            if digest(*buffers) != digests[block.index]:
+            if digest(*buffers) != digests[block.number]:
                 raise self._damaged(file, begin + block.start, begin + block.stop, f"the bytes are {_OTHER}")
             for piece, view in copies:
                 target = targets[piece.want]
@@ -396,7 +396,7 @@ def _neighbours(blocks: Sequence[BlockRead], most: int) -> Iterator[list[BlockRe
     """Blocks that follow each other in the file, so many at most together."""
     run = list[BlockRead]()
     for block in blocks:
-        if run and (len(run) == most or block.index != run[-1].index + 1):
+        if run and (len(run) == most or block.number != run[-1].number + 1):
             yield run
             run = []
         run.append(block)

@@ -69,12 +69,12 @@ def carry_out(old: Manifest, wants: Sequence[Want], data: Sequence[bytes], block
     written = [np.zeros(len(target), dtype=int) for target in targets]
     for file, pieces in plan(old.layout, wants, place).items():
         blocks: list[BlockRead] = list(block_reads(pieces, block_bytes, len(data[file])))
-        assert all(a.index < b.index for a, b in pairwise(blocks)), "no block is read twice"
+        assert all(a.number < b.number for a, b in pairwise(blocks)), "no block is read twice"
         runs = 1 + sum(a.stop != b.start for a, b in pairwise(pieces))
         wanted = sum(piece.stop - piece.start for piece in pieces)
         assert sum(c.stop - c.start for c in blocks) <= wanted + 2 * block_bytes * runs
         for block in blocks:
-            assert block.start == block.index * block_bytes
+            assert block.start == block.number * block_bytes
             assert block.stop == min(block.start + block_bytes, len(data[file]))
             for piece in block.pieces:
                 assert block.start <= piece.start < piece.stop <= block.stop
@@ -151,7 +151,7 @@ def test_a_piece_of_many_blocks_touches_each_once() -> None:
     layout = build_layout([ParameterSpec("w", (1000,))], lambda _: "", tile=1, world_size=1)
     found = plan(layout, [Want("master", 0, 3, 990)], lambda *_: (0, 4))
     blocks = list(block_reads(found[0], 64, 4000))
-    assert [block.index for block in blocks] == list(range(62))
+    assert [block.number for block in blocks] == list(range(62))
     assert (blocks[0].start, blocks[0].stop, blocks[0].pieces[0].start) == (0, 64, 12)
     assert blocks[-1].stop == 3968
     assert blocks[-1].pieces[0].stop == 3960
