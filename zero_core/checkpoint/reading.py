@@ -9,7 +9,9 @@ Knows nothing of engines, process groups or tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -30,7 +32,7 @@ from zero_core.checkpoint.container import (
     rank_contents,
 )
 from zero_core.checkpoint.manifest import Manifest, Place
-from zero_core.checkpoint.store import open_store
+from zero_core.checkpoint.store import Fill, open_store
 from zero_core.errors import CheckpointError, DamagedError
 from zero_core.layout import Layout, pulls
 
@@ -293,9 +295,10 @@ class Reader:
         """
         for read in reads:
             digests = self._digests_of(read.file)
-            for blocks in _neighbours(read.blocks, self._at_once):
-                self._read_blocks(read.file, blocks, digests, targets)
-                yield sum(block.stop - block.start for block in blocks)
+            with self._opened(read.file) as fill:
+                for blocks in _neighbours(read.blocks, self._at_once):
+                    self._read_blocks(read.file, fill, blocks, digests, targets)
+                    yield blocks[-1].stop - blocks[0].start
 
     def damage(self, file: int) -> Iterator[DamagedError]:
         """Read a whole file; yields what is wrong with it, block by block."""
@@ -304,13 +307,14 @@ class Reader:
         except DamagedError as error:
             yield error
             return
+        fill = partial(self._store.read_into, self.name(file))
         for blocks in _neighbours(self.plan_whole(file).blocks, self._at_once):
             try:
-                self._read_blocks(file, blocks, digests, ())
+                self._read_blocks(file, fill, blocks, digests, ())
             except DamagedError:
                 for block in blocks:
                     try:
-                        self._read_blocks(file, [block], digests, ())
+                        self._read_blocks(file, fill, [block], digests, ())
                     except DamagedError as error:
                         yield error
 
@@ -329,13 +333,14 @@ class Reader:
     def _kept_blocks(self, file: int, blocks: Sequence[BlockRead]) -> list[memoryview]:
         """Whole blocks, verified; from memory where they were among the last."""
         missing = [block for block in blocks if (file, block.number) not in self._kept]
+        fill = partial(self._store.read_into, self.name(file))
         for run in _neighbours(missing, self._at_once):
             memory = [memoryview(bytearray(block.stop - block.start)) for block in run]
             whole = [
                 block._replace(pieces=(Piece(block.start, block.stop, number, 0),))
                 for number, block in enumerate(run)
             ]
-            self._read_blocks(file, whole, self._digests_of(file), memory)
+            self._read_blocks(file, fill, whole, self._digests_of(file), memory)
             self._kept |= {(file, block.number): data for block, data in zip(run, memory, strict=True)}
         found = [self._kept.pop((file, block.number)) for block in blocks]
         self._kept |= {(file, block.number): data for block, data in zip(blocks, found, strict=True)}
@@ -353,7 +358,8 @@ class Reader:
         if file not in self._digests:
             contents = self.contents(file)
             head = bytearray(contents.header_bytes)
-            self._fill(file, 0, [memoryview(head)], len(head))
+            with self._opened(file) as fill:
+                self._fill(file, fill, 0, [memoryview(head)], len(head))
             if digest(head) != self.manifest.files[file][1]:
                 raise self._damaged(file, 0, len(head), f"the header is {_OTHER}")
             try:
@@ -362,9 +368,18 @@ class Reader:
                 raise self._damaged(file, 0, len(head), str(error)) from error
         return self._digests[file]
 
-    def _fill(self, file: int, offset: int, buffers: Sequence[memoryview], size: int) -> None:
+    @contextmanager
+    def _opened(self, file: int) -> Iterator[Fill]:
+        with ExitStack() as stack:
+            try:
+                fill = stack.enter_context(self._store.reading(self.name(file)))
+            except OSError as error:
+                raise self._damaged(file, 0, 0, f"cannot be read: {error}") from error
+            yield fill
+
+    def _fill(self, file: int, fill: Fill, offset: int, buffers: Sequence[memoryview], size: int) -> None:
         try:
-            self._store.read_into(self.name(file), offset, buffers)
+            fill(offset, buffers)
         except (OSError, CheckpointError) as error:
             raise self._damaged(file, offset, offset + size, f"cannot be read: {error}") from error
 
@@ -372,7 +387,12 @@ class Reader:
         return DamagedError(self._store.location(self.name(file)), start, stop, what)
 
     def _read_blocks(
-        self, file: int, blocks: Sequence[BlockRead], digests: Sequence[str], targets: Sequence[Target]
+        self,
+        file: int,
+        fill: Fill,
+        blocks: Sequence[BlockRead],
+        digests: Sequence[str],
+        targets: Sequence[Target],
     ) -> None:
         """Read neighbouring blocks at once, and verify each before any of it is copied on."""
         memory = [
@@ -380,7 +400,7 @@ class Reader:
             for block, scratch in zip(blocks, self._scratch[: len(blocks)], strict=True)
         ]
         begin, size = self.contents(file).header_bytes, blocks[-1].stop - blocks[0].start
-        self._fill(file, begin + blocks[0].start, [b for buffers, _ in memory for b in buffers], size)
+        self._fill(file, fill, begin + blocks[0].start, [b for buffers, _ in memory for b in buffers], size)
         for block, (buffers, copies) in zip(blocks, memory, strict=True):
             if digest(*buffers) != digests[block.number]:
                 raise self._damaged(file, begin + block.start, begin + block.stop, f"the bytes are {_OTHER}")

@@ -10,7 +10,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,6 +23,9 @@ _MOST_BUFFERS = 512
 
 _REMOTE_PART_BYTES = 16 << 20
 """Asked of a remote store at a time; several at once."""
+
+Fill = Callable[[int, Sequence[memoryview]], None]
+"""Fills all buffers, in order, from an offset on."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -110,6 +113,11 @@ class Store(ABC):
     @abstractmethod
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill all buffers, in order, from `offset` on. Raises CheckpointError if the file ends before."""
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[Fill]:
+        """A context in which many parts of one file are read: by a function as `read_into`, less the path."""
+        yield partial(self.read_into, path)
 
     @abstractmethod
     def make_folder(self, path: str, *, parents: bool = True) -> None:
@@ -213,12 +221,17 @@ class LocalStore(Store):
     def read(self, path: str) -> bytes:
         with _reading(self.path(path)) as descriptor:
             found = bytearray(os.fstat(descriptor).st_size)
-            _fill(descriptor, 0, [memoryview(found)], self.location(path))
+            _fill(descriptor, self.location(path), 0, [memoryview(found)])
             return bytes(found)
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        with self.reading(path) as fill:
+            fill(offset, buffers)
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[Fill]:
         with _reading(self.path(path)) as descriptor:
-            _fill(descriptor, offset, buffers, self.location(path))
+            yield partial(_fill, descriptor, self.location(path))
 
     def make_folder(self, path: str, *, parents: bool = True) -> None:
         folder = self.path(path)
@@ -330,7 +343,7 @@ def _reading(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview], location: str) -> None:
+def _fill(descriptor: int, location: str, offset: int, buffers: Sequence[memoryview]) -> None:
     left = [buffer for buffer in buffers if len(buffer)]
     while left:
         count = os.preadv(descriptor, left[:_MOST_BUFFERS], offset)

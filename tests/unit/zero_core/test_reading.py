@@ -1,6 +1,7 @@
 """What is read of a checkpoint: every wanted byte once, few others, each block once and verified."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from zero_core.checkpoint.reading import (
     plan,
     wants_of,
 )
-from zero_core.checkpoint.store import LocalStore
+from zero_core.checkpoint.store import Fill, LocalStore
 from zero_core.errors import DamagedError
 from zero_core.layout import Layout, ParameterSpec, build_layout, module_units
 
@@ -164,9 +165,15 @@ class Counting(LocalStore):
         super().__init__(root)
         self.reads: list[tuple[str, int, int]] = []
 
-    def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        self.reads.append((path, offset, sum(map(len, buffers))))
-        super().read_into(path, offset, buffers)
+    @contextmanager
+    def reading(self, path: str) -> Iterator[Fill]:
+        with super().reading(path) as real:
+
+            def fill(offset: int, buffers: Sequence[memoryview]) -> None:
+                self.reads.append((path, offset, sum(map(len, buffers))))
+                real(offset, buffers)
+
+            yield fill
 
 
 def big(root: Path, n: int) -> tuple[Path, Manifest, States]:
