@@ -9,8 +9,8 @@ READY := $(VENV)/.ready
 demo: $(READY)  ## the main job, end to end, on this machine
 	$(BIN)/elastic-zero demo
 
-test: check  ## all checks, then all tests
-	$(BIN)/python -m pytest
+test: check  ## all checks, then all tests: two files at a time, as many of them mostly wait
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)  ## style, types, and the direction of imports
 	$(BIN)/ruff check .
