@@ -3,20 +3,20 @@
     [8 bytes: length of the header][header: JSON, padded with spaces][data: the tensors, without gaps]
 
 What a file holds follows from the manifest (`rank_contents`, `buffer_contents`), so where anything lies is
-never read from the file. The header's `__metadata__` carries a digest of every block of the data, which is
-what a range is verified by, and of every chunk, over the digests of its blocks. The length of a header
-depends on the contents only: the data can be written before their digests are known.
+never read from the file. The header's `__metadata__` carries a digest of every chunk of the data, and one of
+every block, by which the ends of a range are verified. The length of a header depends on the contents only:
+the data can be written before their digests are known.
 
 Pure: knows neither files nor torch. Any reader of safetensors opens such a file without this package.
 """
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import xxhash
 
@@ -26,10 +26,10 @@ from zero_core.layout import Layout
 FORMAT = "elastic-zero/2"
 
 CHUNK_BYTES = 4 << 20
-"""What is written at a time, and has a digest over those of its blocks; the last one may be shorter."""
+"""What is written at a time, and verified at a time where all of it is wanted; the last may be shorter."""
 
 BLOCK_BYTES = 1 << 18
-"""What is verified at a time, so that a range costs two of these more at most; the last may be shorter."""
+"""What is verified at a time elsewhere: a range costs two of these more at most; the last may be shorter."""
 
 BLOCKS_OF_A_CHUNK = CHUNK_BYTES // BLOCK_BYTES
 
@@ -55,7 +55,7 @@ _NAMES = {
 
 _COMPUTE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
-_DIGESTS = re.compile(rb'\{"__metadata__":\{[^}]*"blocks":"([0-9a-f]*)"')
+_DIGESTS = re.compile(rb'\{"__metadata__":\{[^}]*"chunks":"([0-9a-f]*)","blocks":"([0-9a-f]*)"')
 
 Buffers = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, dtype in safetensors' names, and shape of each of a model's buffers."""
@@ -83,6 +83,13 @@ class Entry:
     stop: int
 
 
+class Digests(NamedTuple):
+    """Of a file's data section: one for each chunk, and one for each block, in order."""
+
+    chunks: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Contents:
     """All tensors of one file, in the order in which they lie in it, one right behind the other."""
@@ -94,6 +101,11 @@ class Contents:
         return self.entries[-1].stop if self.entries else 0
 
     @property
+    def chunks(self) -> int:
+        """How many chunks the data section has, the last of which may be short."""
+        return -(-self.data_bytes // CHUNK_BYTES)
+
+    @property
     def blocks(self) -> int:
         """How many blocks the data section has, the last of which may be short."""
         return -(-self.data_bytes // BLOCK_BYTES)
@@ -101,7 +113,8 @@ class Contents:
     @cached_property
     def header_bytes(self) -> int:
         """Bytes in front of the data section, the length among them."""
-        return len(header(self, ("0" * DIGEST_DIGITS,) * self.blocks))
+        zeros = ("0" * DIGEST_DIGITS,)
+        return len(header(self, Digests(zeros * self.chunks, zeros * self.blocks)))
 
     @property
     def file_bytes(self) -> int:
@@ -111,8 +124,12 @@ class Contents:
     def by_name(self) -> dict[str, Entry]:
         return {entry.name: entry for entry in self.entries}
 
+    def chunk(self, index: int) -> tuple[int, int]:
+        """Bytes [start, stop) of the data section that digest number `index` of the chunks is for."""
+        return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.data_bytes)
+
     def block(self, index: int) -> tuple[int, int]:
-        """Bytes [start, stop) of the data section that digest number `index` is for."""
+        """Bytes [start, stop) of the data section that digest number `index` of the blocks is for."""
         return index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self.data_bytes)
 
 
@@ -179,17 +196,22 @@ def buffer_contents(buffers: Iterable[tuple[str, str, tuple[int, ...]]]) -> Cont
     return _placed(buffers)
 
 
-def header(contents: Contents, digests: Sequence[str]) -> bytes:
-    """The bytes in front of the data section. `digests`: one for each block, in order."""
-    if len(digests) != contents.blocks or any(len(one) != DIGEST_DIGITS for one in digests):
-        raise CheckpointError(f"{contents.blocks} blocks need a digest each, got {len(digests)}")
+def header(contents: Contents, digests: Digests) -> bytes:
+    """The bytes in front of the data section."""
+    counts = len(digests.chunks), len(digests.blocks)
+    if counts != (contents.chunks, contents.blocks) or any(
+        len(one) != DIGEST_DIGITS for part in digests for one in part
+    ):
+        raise CheckpointError(
+            f"{contents.chunks} chunks and {contents.blocks} blocks need a digest each, got {counts}"
+        )
     table: dict[str, object] = {
         "__metadata__": {
             "format": FORMAT,
             "chunk_bytes": str(CHUNK_BYTES),
             "block_bytes": str(BLOCK_BYTES),
-            "chunks": "".join(chunk_digests(digests)),
-            "blocks": "".join(digests),
+            "chunks": "".join(digests.chunks),
+            "blocks": "".join(digests.blocks),
         }
     }
     for entry in contents.entries:
@@ -203,12 +225,12 @@ def header(contents: Contents, digests: Sequence[str]) -> bytes:
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def digests_in(header_bytes: bytes, contents: Contents) -> tuple[str, ...]:
-    """The digests of the blocks, from a header that is what `contents` say in every other byte."""
+def digests_in(header_bytes: bytes, contents: Contents) -> Digests:
+    """The digests, from a header that is what `contents` say in every other byte."""
     found = _DIGESTS.match(header_bytes, 8)
-    text = found[1].decode() if found else ""
-    digests = tuple(text[at : at + DIGEST_DIGITS] for at in range(0, len(text), DIGEST_DIGITS))
-    if len(text) != contents.blocks * DIGEST_DIGITS or header_bytes != header(contents, digests):
+    digests = Digests(*(_cut(part.decode()) for part in found.groups())) if found else Digests((), ())
+    counts = len(digests.chunks), len(digests.blocks)
+    if counts != (contents.chunks, contents.blocks) or header_bytes != header(contents, digests):
         raise CheckpointError(
             f"the header of {len(header_bytes)} bytes is not the one that the manifest leads to: it is "
             "damaged, or of another checkpoint"
@@ -216,22 +238,24 @@ def digests_in(header_bytes: bytes, contents: Contents) -> tuple[str, ...]:
     return digests
 
 
-def chunk_digests(digests: Sequence[str]) -> list[str]:
-    """A digest for each chunk, over those of its blocks."""
-    return [
-        digest("".join(digests[first : first + BLOCKS_OF_A_CHUNK]).encode())
-        for first in range(0, len(digests), BLOCKS_OF_A_CHUNK)
-    ]
+def _cut(text: str) -> tuple[str, ...]:
+    whole = len(text) - len(text) % DIGEST_DIGITS
+    return tuple(text[at : at + DIGEST_DIGITS] for at in range(0, whole, DIGEST_DIGITS))
 
 
 def digest(*buffers: bytes | bytearray | memoryview) -> str:
     """xxh3 of 128 bits over all bytes in order, as 32 hexadecimal digits."""
     if len(buffers) == 1:
         return xxhash.xxh3_128_hexdigest(buffers[0])
-    running = xxhash.xxh3_128()
+    running = running_digest()
     for buffer in buffers:
         running.update(buffer)
     return running.hexdigest()
+
+
+def running_digest() -> "xxhash.xxh3_128":
+    """The same, of bytes that come piece by piece: `update`, and `hexdigest` at the end."""
+    return xxhash.xxh3_128()
 
 
 def _placed(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Contents:

@@ -1,9 +1,10 @@
 """Reading ranges of a checkpoint: which bytes of which files, each block once, every block verified.
 
 Owns the plan (`plan`, `block_reads`: plain integers) and carrying it out (`Reader`). Ranges of the logical
-space are cut by who owned them at the saving N, the pieces are grouped by file, and a file is walked block by
-block. A block is the unit of verification: what is asked for of it goes straight to its target, the rest to
-a scratch buffer, and the digest is taken while the block is in the cache. No block is read twice by one call.
+space are cut by who owned them at the saving N, the pieces are grouped by file, and a file is walked from its
+beginning to its end. Where all of a chunk is wanted, it is verified as a whole, else by blocks: what is asked
+for of a block goes straight to its target, the rest to a scratch buffer. Digests are taken while the bytes
+are in the cache. Nothing is read twice by one call.
 
 Knows nothing of engines, process groups or tensors.
 """
@@ -20,9 +21,10 @@ import numpy as np
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
     BLOCK_BYTES,
-    BLOCKS_OF_A_CHUNK,
+    CHUNK_BYTES,
     MODEL,
     Contents,
+    Digests,
     buffer_contents,
     digest,
     digests_in,
@@ -30,6 +32,7 @@ from zero_core.checkpoint.container import (
     kind_dtype,
     kinds_of,
     rank_contents,
+    running_digest,
 )
 from zero_core.checkpoint.manifest import Manifest, Place
 from zero_core.checkpoint.store import Fill, open_store
@@ -43,13 +46,16 @@ bytes) and copies them: the memory is used again."""
 _SEGMENT_BYTES = 64 << 20
 """What is in memory at a time where all of a checkpoint is gone through."""
 
-_BLOCKS_OF_A_REQUEST = 8 * BLOCKS_OF_A_CHUNK
-"""Neighbouring blocks that are asked of a remote store together."""
+_REQUEST_BYTES = 8 * CHUNK_BYTES
+"""Neighbours are asked of a remote store together, up to so many bytes."""
+
+_STRIP_BYTES = 1 << 19
+"""Of a chunk, what is read and taken into its digest at a time, while the core's own cache has it."""
 
 _OTHER = "not what was written: the checkpoint is damaged, load an older one"
 
-_KEPT_BLOCKS = 16 * BLOCKS_OF_A_CHUNK
-"""Blocks that `Reader.fetch` keeps."""
+_KEPT_BYTES = 16 * CHUNK_BYTES
+"""What `Reader.fetch` keeps of what it has read."""
 
 _MOST_BUFFERS = 64
 """A block that falls into more buffers is read whole and copied: cheaper, and below every system's limit."""
@@ -85,12 +91,16 @@ class Piece(NamedTuple):
 
 
 class BlockRead(NamedTuple):
-    """Block number `number`, bytes [start, stop) of the data section, and the pieces in it, in order."""
+    """Block number `number`, bytes [start, stop) of the data section, and the pieces in it, in order.
+
+    chunk  it is a chunk instead, all of which is wanted
+    """
 
     number: int
     start: int
     stop: int
     pieces: tuple[Piece, ...]
+    chunk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +161,15 @@ def block_reads(pieces: Sequence[Piece], block_bytes: int, data_bytes: int) -> I
             start = stop
     if inside:
         yield _block(index, inside, block_bytes, data_bytes)
+
+
+def verifiable_reads(pieces: Sequence[Piece], data_bytes: int) -> Iterator[BlockRead]:
+    """The chunks all of which the pieces want, and the blocks they lie in elsewhere, in order."""
+    for chunk in block_reads(pieces, CHUNK_BYTES, data_bytes):
+        if sum(piece.stop - piece.start for piece in chunk.pieces) == chunk.stop - chunk.start:
+            yield chunk._replace(chunk=True)
+        else:
+            yield from block_reads(chunk.pieces, BLOCK_BYTES, data_bytes)
 
 
 def segments(numel: int, item: int) -> Iterator[tuple[int, int]]:
@@ -229,11 +248,12 @@ class Reader:
         self.manifest = read_manifest(self._store)[0] if manifest is None else manifest
         self._places = Places(self.manifest)
         self._contents: dict[int, Contents] = {}
-        self._digests: dict[int, tuple[str, ...]] = {}
-        self._kept: dict[tuple[int, int], memoryview] = {}
+        self._digests: dict[int, Digests] = {}
+        self._kept: dict[tuple[int, int, int], memoryview] = {}
         # A request to a remote store waits for its answer; here what is read at once is to stay in the cache.
-        self._at_once = BLOCKS_OF_A_CHUNK if self._store.moves else _BLOCKS_OF_A_REQUEST
-        self._scratch = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(self._at_once)]
+        self._near = self._store.moves
+        self._most_bytes = CHUNK_BYTES if self._near else _REQUEST_BYTES
+        self._scratch = memoryview(bytearray(self._most_bytes))
 
     def name(self, file: int) -> str:
         """Of a file by its number."""
@@ -254,10 +274,10 @@ class Reader:
         return [self._file_read(file, pieces[file]) for file in sorted(pieces)]
 
     def plan_whole(self, file: int) -> FileRead:
-        """Every block of a file, for no want: to verify it."""
+        """Every chunk of a file, for no want: to verify it."""
         contents = self.contents(file)
-        blocks = (contents.block(index) for index in range(contents.blocks))
-        return FileRead(file, tuple(BlockRead(i, *span, ()) for i, span in enumerate(blocks)))
+        spans = (contents.chunk(index) for index in range(contents.chunks))
+        return FileRead(file, tuple(BlockRead(i, *span, (), chunk=True) for i, span in enumerate(spans)))
 
     def plan_buffers(self) -> tuple[list[str], FileRead]:
         """The names of the model's buffers, in the order of the wants that the plan's pieces speak of."""
@@ -296,7 +316,7 @@ class Reader:
         for read in reads:
             digests = self._digests_of(read.file)
             with self._opened(read.file) as fill:
-                for blocks in _neighbours(read.blocks, self._at_once):
+                for blocks in _neighbours(read.blocks, self._most_bytes):
                     self._read_blocks(read.file, fill, blocks, digests, targets)
                     yield blocks[-1].stop - blocks[0].start
 
@@ -308,20 +328,17 @@ class Reader:
             yield error
             return
         fill = partial(self._store.read_into, self.name(file))
-        for blocks in _neighbours(self.plan_whole(file).blocks, self._at_once):
+        for blocks in _neighbours(self.plan_whole(file).blocks, self._most_bytes):
             try:
                 self._read_blocks(file, fill, blocks, digests, ())
-            except DamagedError:
-                for block in blocks:
-                    try:
-                        self._read_blocks(file, fill, [block], digests, ())
-                    except DamagedError as error:
-                        yield error
+            except DamagedError as found:
+                closer = [error for block in blocks for error in self._closer(file, fill, block, digests)]
+                yield from closer or [found]
 
     def _fetch(self, reads: Sequence[FileRead], sizes: Sequence[int]) -> list[bytearray]:
         found = [bytearray(size) for size in sizes]
         for read in reads:
-            for blocks in _neighbours(read.blocks, self._at_once):
+            for blocks in _neighbours(read.blocks, self._most_bytes):
                 for block, data in zip(blocks, self._kept_blocks(read.file, blocks), strict=True):
                     for piece in block.pieces:
                         end = piece.offset + piece.stop - piece.start
@@ -331,30 +348,31 @@ class Reader:
         return found
 
     def _kept_blocks(self, file: int, blocks: Sequence[BlockRead]) -> list[memoryview]:
-        """Whole blocks, verified; from memory where they were among the last."""
-        missing = [block for block in blocks if (file, block.number) not in self._kept]
+        """Whole blocks or chunks, verified; from memory where they were among the last."""
+        keys = [(file, block.start, block.stop) for block in blocks]
+        missing = [block for block, key in zip(blocks, keys, strict=True) if key not in self._kept]
         fill = partial(self._store.read_into, self.name(file))
-        for run in _neighbours(missing, self._at_once):
+        for run in _neighbours(missing, self._most_bytes):
             memory = [memoryview(bytearray(block.stop - block.start)) for block in run]
             whole = [
                 block._replace(pieces=(Piece(block.start, block.stop, number, 0),))
                 for number, block in enumerate(run)
             ]
             self._read_blocks(file, fill, whole, self._digests_of(file), memory)
-            self._kept |= {(file, block.number): data for block, data in zip(run, memory, strict=True)}
-        found = [self._kept.pop((file, block.number)) for block in blocks]
-        self._kept |= {(file, block.number): data for block, data in zip(blocks, found, strict=True)}
-        while len(self._kept) > _KEPT_BLOCKS:
+            self._kept |= {(file, b.start, b.stop): data for b, data in zip(run, memory, strict=True)}
+        found = [self._kept.pop(key) for key in keys]
+        self._kept |= dict(zip(keys, found, strict=True))
+        while sum(map(len, self._kept.values())) > _KEPT_BYTES:
             del self._kept[next(iter(self._kept))]
         return found
 
     def _file_read(self, file: int, pieces: Sequence[Piece]) -> FileRead:
         buffers = file == self.manifest.world_size
         size = self.contents(file).data_bytes if buffers else self._places.data_bytes(file)
-        return FileRead(file, tuple(block_reads(pieces, BLOCK_BYTES, size)))
+        return FileRead(file, tuple(verifiable_reads(pieces, size)))
 
-    def _digests_of(self, file: int) -> tuple[str, ...]:
-        """Of all blocks of a file, once its header has turned out to be as it was written."""
+    def _digests_of(self, file: int) -> Digests:
+        """Of all that lies in a file, once its header has turned out to be as it was written."""
         if file not in self._digests:
             contents = self.contents(file)
             head = bytearray(contents.header_bytes)
@@ -391,19 +409,24 @@ class Reader:
         file: int,
         fill: Fill,
         blocks: Sequence[BlockRead],
-        digests: Sequence[str],
+        digests: Digests,
         targets: Sequence[Target],
     ) -> None:
-        """Read neighbouring blocks at once, and verify each before any of it is copied on."""
-        memory = [
-            _buffers(block, targets, scratch)
-            for block, scratch in zip(blocks, self._scratch[: len(blocks)], strict=True)
-        ]
-        begin, size = self.contents(file).header_bytes, blocks[-1].stop - blocks[0].start
-        self._fill(file, fill, begin + blocks[0].start, [b for buffers, _ in memory for b in buffers], size)
-        for block, (buffers, copies) in zip(blocks, memory, strict=True):
-            if digest(*buffers) != digests[block.number]:
-                raise self._damaged(file, begin + block.start, begin + block.stop, f"the bytes are {_OTHER}")
+        """Read neighbours at once, and verify each before any of it is copied on."""
+        base, begin = blocks[0].start, self.contents(file).header_bytes
+        memory = [_buffers(b, targets, self._scratch[b.start - base : b.stop - base]) for b in blocks]
+        if self._near and blocks[0].chunk:
+            found = [self._taken_in(file, fill, begin + base, memory[0][0])]
+        else:
+            whole = [buffer for buffers, _ in memory for buffer in buffers]
+            self._fill(file, fill, begin + base, whole, blocks[-1].stop - base)
+            found = [digest(*buffers) for buffers, _ in memory]
+        for block, told, (_, copies) in zip(blocks, found, memory, strict=True):
+            if told != (digests.chunks if block.chunk else digests.blocks)[block.number]:
+                raise next(
+                    self._closer(file, fill, block, digests),
+                    self._damaged(file, begin + block.start, begin + block.stop, f"the bytes are {_OTHER}"),
+                )
             for piece, view in copies:
                 target = targets[piece.want]
                 if isinstance(target, memoryview):
@@ -411,12 +434,36 @@ class Reader:
                 else:
                     target(piece.offset, view)
 
+    def _taken_in(self, file: int, fill: Fill, offset: int, buffers: Sequence[memoryview]) -> str:
+        """Fill the buffers from an offset on, strip by strip; the digest of it all."""
+        running = running_digest()
+        for buffer in buffers:
+            for start in range(0, len(buffer), _STRIP_BYTES):
+                strip = buffer[start : start + _STRIP_BYTES]
+                self._fill(file, fill, offset, (strip,), len(strip))
+                running.update(strip)
+                offset += len(strip)
+        return running.hexdigest()
 
-def _neighbours(blocks: Sequence[BlockRead], most: int) -> Iterator[list[BlockRead]]:
-    """Blocks that follow each other in the file, so many at most together."""
+    def _closer(self, file: int, fill: Fill, chunk: BlockRead, digests: Digests) -> Iterator[DamagedError]:
+        """Which blocks of a damaged chunk are; of a block nothing more is known."""
+        if not chunk.chunk:
+            return
+        contents = self.contents(file)
+        first = chunk.start // BLOCK_BYTES
+        for number in range(first, -(-chunk.stop // BLOCK_BYTES)):
+            try:
+                block = BlockRead(number, *contents.block(number), ())
+                self._read_blocks(file, fill, [block], digests, ())
+            except DamagedError as error:
+                yield error
+
+
+def _neighbours(blocks: Sequence[BlockRead], most_bytes: int) -> Iterator[list[BlockRead]]:
+    """Blocks and chunks that follow each other in the file, of so many bytes at most together."""
     run = list[BlockRead]()
     for block in blocks:
-        if run and (len(run) == most or block.number != run[-1].number + 1):
+        if run and (block.stop - run[0].start > most_bytes or block.start != run[-1].stop):
             yield run
             run = []
         run.append(block)

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from zero_core.checkpoint import manifest as manifests
-from zero_core.checkpoint.container import BLOCKS_OF_A_CHUNK, Contents, digest, header, kinds_of
+from zero_core.checkpoint.container import BLOCKS_OF_A_CHUNK, Contents, Digests, digest, header, kinds_of
 from zero_core.checkpoint.manifest import LATEST, MANIFEST, SAVING, Manifest
 from zero_core.checkpoint.store import Store
 from zero_core.errors import CheckpointError, FencedError
@@ -58,24 +58,32 @@ def write_file(store: Store, path: str, payload: Payload) -> tuple[int, str]:
     A chunk is read for its digest right before it is written, while the cache has it.
     """
     contents = payload.contents
-    digests: list[str] = []
+    of_chunks: list[str] = []
+    of_blocks: list[str] = []
+
+    def take(blocks: list[list[memoryview]]) -> list[memoryview]:
+        of_blocks.extend(digest(*block) for block in blocks)
+        parts = [part for block in blocks for part in block]
+        of_chunks.append(digest(*parts))
+        return parts
+
+    def front() -> bytes:
+        return header(contents, Digests(tuple(of_chunks), tuple(of_blocks)))
+
     if store.sequential:  # the header comes first, and needs all digests
-        digests = [digest(*block) for blocks in _chunks(payload) for block in blocks]
+        for blocks in _chunks(payload):
+            take(blocks)
     with store.writing(path, contents.file_bytes) as out:
-        front = header(contents, digests) if store.sequential else b""
-        if front:
-            out.write(0, [memoryview(front)])
+        if store.sequential:
+            out.write(0, [memoryview(front())])
         offset = contents.header_bytes
         for blocks in _chunks(payload):
-            if not store.sequential:
-                digests += [digest(*block) for block in blocks]
-            parts = [part for block in blocks for part in block]
+            parts = [part for block in blocks for part in block] if store.sequential else take(blocks)
             out.write(offset, parts)
             offset += sum(map(len, parts))
-        if not front:
-            front = header(contents, digests)
-            out.write(0, [memoryview(front)])
-    return contents.file_bytes, digest(front)
+        if not store.sequential:
+            out.write(0, [memoryview(front())])
+    return contents.file_bytes, digest(front())
 
 
 def _chunks(payload: Payload) -> Iterator[list[list[memoryview]]]:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.unit.zero_core.written import digests_of
 from zero_core.checkpoint import container
 from zero_core.checkpoint.container import (
     BLOCK_BYTES,
+    CHUNK_BYTES,
     Contents,
     buffer_contents,
     digest,
@@ -47,8 +49,7 @@ def layout_of(*sizes: int, world_size: int, frozen: tuple[int, ...] = (), dtype:
 def written(path: Path, contents: Contents, data: bytes) -> bytes:
     """The file of these contents; returns its header."""
     assert len(data) == contents.data_bytes
-    blocks = [contents.block(index) for index in range(contents.blocks)]
-    front = header(contents, [digest(data[start:stop]) for start, stop in blocks])
+    front = header(contents, digests_of(data))
     path.write_bytes(front + data)
     return front
 
@@ -132,25 +133,29 @@ def test_kinds_come_one_after_the_other_and_wider_elements_first() -> None:
     assert rank_contents(Described(half, precision="bf16"), 0).entries[0].dtype == "BF16"
 
 
-@pytest.mark.parametrize("size", [1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 7])
-def test_every_block_has_a_digest_and_the_header_a_length_known_beforehand(size: int) -> None:
+@pytest.mark.parametrize(
+    "size",
+    [1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, CHUNK_BYTES, CHUNK_BYTES + 2 * BLOCK_BYTES + 7],
+)
+def test_every_chunk_and_block_has_a_digest_and_the_header_a_length_known_beforehand(size: int) -> None:
     contents = buffer_contents([("a", "U8", (size,))])
-    assert contents.blocks == -(-size // BLOCK_BYTES)
-    digests = tuple(digest(bytes([index])) for index in range(contents.blocks))
+    assert (contents.chunks, contents.blocks) == (-(-size // CHUNK_BYTES), -(-size // BLOCK_BYTES))
+    digests = digests_of(bytes([7]) * size)
     front = header(contents, digests)
     assert len(front) == contents.header_bytes
     assert len(front) % 4096 == 0
     assert int.from_bytes(front[:8], "little") + 8 == len(front)
     assert digests_in(front, contents) == digests
-    assert contents.block(contents.blocks - 1)[1] == size
-    with pytest.raises(CheckpointError, match="need a digest each"):
-        header(contents, digests[1:])
+    assert contents.block(contents.blocks - 1)[1] == contents.chunk(contents.chunks - 1)[1] == size
+    for few in (digests._replace(blocks=digests.blocks[1:]), digests._replace(chunks=digests.chunks[1:])):
+        with pytest.raises(CheckpointError, match="need a digest each"):
+            header(contents, few)
 
 
 def test_a_file_without_tensors_is_one_too(tmp_path: Path) -> None:
     contents = buffer_contents([])
     front = written(tmp_path / "x", contents, b"")
-    assert digests_in(front, contents) == ()
+    assert digests_in(front, contents) == ((), ())
     with safe_open(tmp_path / "x", framework="pt") as file:
         assert list(file.keys()) == []
 
@@ -158,7 +163,7 @@ def test_a_file_without_tensors_is_one_too(tmp_path: Path) -> None:
 def test_any_change_of_a_header_but_of_its_digests_is_an_error() -> None:
     """Digests in a header are covered by the header's own, which is in the manifest."""
     contents = buffer_contents([("naïve", "F32", (3,)), ("b", "BOOL", ())])
-    digests = (digest(b"x"),)
+    digests = digests_of(b"x")
     front = header(contents, digests)
     refused = 0
     for at in range(len(front)):
@@ -168,7 +173,7 @@ def test_any_change_of_a_header_but_of_its_digests_is_an_error() -> None:
             assert digests_in(bytes(flipped), contents) != digests
         except CheckpointError:
             refused += 1
-    assert refused >= len(front) - 32
+    assert refused >= len(front) - 64
     for other in (b"", front[:-1], front + b" ", header(buffer_contents([("c", "F32", (3,))]), digests)):
         with pytest.raises(CheckpointError, match="not the one that the manifest leads to"):
             digests_in(other, contents)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.zero_core.written import States, data_of, make, random_states, write
-from zero_core.checkpoint.container import BLOCK_BYTES, item_bytes, kind_dtype, rank_contents
+from zero_core.checkpoint import manifest as manifests
+from zero_core.checkpoint.container import BLOCK_BYTES, CHUNK_BYTES, item_bytes, kind_dtype, rank_contents
 from zero_core.checkpoint.manifest import Manifest
 from zero_core.checkpoint.reading import (
     BlockRead,
@@ -22,6 +23,7 @@ from zero_core.checkpoint.reading import (
     Want,
     block_reads,
     plan,
+    verifiable_reads,
     wants_of,
 )
 from zero_core.checkpoint.store import Fill, LocalStore
@@ -156,6 +158,36 @@ def test_a_piece_of_many_blocks_touches_each_once() -> None:
     assert (blocks[0].start, blocks[0].stop, blocks[0].pieces[0].start) == (0, 64, 12)
     assert blocks[-1].stop == 3968
     assert blocks[-1].pieces[0].stop == 3960
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 9 << 20), (5, 9 << 20), (0, 5 << 20), (1 << 20, 2 << 20)])
+def test_chunks_are_read_whole_and_blocks_elsewhere(start: int, stop: int) -> None:
+    """Bytes of a file of 9 MiB: chunks of 4, 4 and 1 MiB."""
+    reads = list(verifiable_reads([Piece(start, stop, 0, 0)], 9 << 20))
+    assert [(a.stop, b.start) for a, b in pairwise(reads)] == [(a.stop, a.stop) for a in reads[:-1]]
+    assert reads[0].start <= start
+    assert stop <= reads[-1].stop
+    for read in reads:
+        size = CHUNK_BYTES if read.chunk else BLOCK_BYTES
+        assert (read.start, read.stop) == (read.number * size, min((read.number + 1) * size, 9 << 20))
+        first = read.start // CHUNK_BYTES * CHUNK_BYTES
+        assert read.chunk == (start <= first and min(first + CHUNK_BYTES, 9 << 20) <= stop)
+
+
+def test_a_damaged_chunk_is_told_of_by_its_block(tmp_path: Path) -> None:
+    layout = build_layout([ParameterSpec("w", (3 << 20,))], lambda _: "", tile=64, world_size=1)
+    manifest = make(layout, kinds=("master",))
+    folder = write(tmp_path, manifest, random_states(manifest))
+    path, head = folder / manifests.shard_name(0), rank_contents(manifest, 0).header_bytes
+    data = bytearray(path.read_bytes())
+    data[head + CHUNK_BYTES + 5 * BLOCK_BYTES + 1] ^= 1
+    path.write_bytes(data)
+    reader, target = Reader(folder), bytearray(12 << 20)
+    reads = reader.plan([Want("master", 0, 0, 3 << 20)])
+    assert all(read.chunk for read in reads[0].blocks)
+    start = head + CHUNK_BYTES + 5 * BLOCK_BYTES
+    with pytest.raises(DamagedError, match=f"bytes {start} to {start + BLOCK_BYTES}"):
+        list(reader.read(reads, [memoryview(target)]))
 
 
 class Counting(LocalStore):

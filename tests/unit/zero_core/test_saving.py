@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.zero_core.small_save import CONTENT, layout_of, reads_back, work_of
+from tests.unit.zero_core.written import digests_of
 from zero_core.checkpoint import manifest, writing
-from zero_core.checkpoint.container import BLOCK_BYTES, buffer_contents, digest, digests_in
+from zero_core.checkpoint.container import BLOCK_BYTES, CHUNK_BYTES, buffer_contents, digest, digests_in
 from zero_core.checkpoint.store import Files, LocalStore, Store, open_store
 from zero_core.checkpoint.writing import Payload, check_tiling, write_behind, write_file
 from zero_core.errors import CheckpointError, FencedError
@@ -31,10 +32,10 @@ def _short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_is_written_chunk_by_chunk_however_the_pieces_are_cut(place: Store) -> None:
-    data = bytes(range(251)) * (2 * BLOCK_BYTES // 251 + 100)
-    assert 2 * BLOCK_BYTES < len(data) < 3 * BLOCK_BYTES
+    data = bytes(range(251)) * (2 * CHUNK_BYTES // 251 + 100)
+    assert 2 * CHUNK_BYTES < len(data) < 3 * CHUNK_BYTES
     contents = buffer_contents([("a", "U8", (len(data),))])
-    cuts = [0, 0, 1, 5000, BLOCK_BYTES - 1, BLOCK_BYTES + 3, 2 * BLOCK_BYTES, len(data), len(data)]
+    cuts = [0, 0, 1, 5000, BLOCK_BYTES + 3, CHUNK_BYTES - 1, 2 * CHUNK_BYTES, len(data), len(data)]
     pieces = [memoryview(data)[a:b] for a, b in pairwise(cuts)]
     place.make_folder("x")
     size, told = write_file(place, "x/a", Payload(contents, pieces))
@@ -42,9 +43,7 @@ def test_a_file_is_written_chunk_by_chunk_however_the_pieces_are_cut(place: Stor
     assert len(found) == size == contents.file_bytes
     assert found[contents.header_bytes :] == data
     assert told == digest(found[: contents.header_bytes])
-    assert digests_in(found[: contents.header_bytes], contents) == tuple(
-        digest(data[slice(*contents.block(index))]) for index in range(3)
-    )
+    assert digests_in(found[: contents.header_bytes], contents) == digests_of(data)
 
 
 def together(works: Sequence[writing.Work], act: Callable[[writing.Work], object]) -> list[object]:

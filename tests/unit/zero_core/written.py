@@ -1,6 +1,6 @@
 """Checkpoints written by hand, from bytes: what the readers are tested with, apart from what saves them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,9 @@ import numpy as np
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
     BLOCK_BYTES,
+    CHUNK_BYTES,
     Contents,
+    Digests,
     buffer_contents,
     digest,
     header,
@@ -83,9 +85,18 @@ def write(root: Path, manifest: Manifest, states: States, buffers: Mapping[str, 
     return folder
 
 
+def digests_of(data: bytes) -> Digests:
+    """Of a data section."""
+    return Digests(
+        *(
+            tuple(digest(data[start : start + size]) for start in range(0, len(data), size))
+            for size in (CHUNK_BYTES, BLOCK_BYTES)
+        )
+    )
+
+
 def _file(path: Path, contents: Contents, data: bytes) -> tuple[int, str]:
     assert len(data) == contents.data_bytes
-    digests: Sequence[str] = [digest(data[a : a + BLOCK_BYTES]) for a in range(0, len(data), BLOCK_BYTES)]
-    head = header(contents, digests)
+    head = header(contents, digests_of(data))
     path.write_bytes(head + data)
     return len(head) + len(data), digest(head)
