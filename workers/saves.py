@@ -5,12 +5,17 @@ or cut off with its generation, and then owed by the next one. Outlives generati
 the engine and the job's folder; nothing of Ray, of groups or of how a file is written.
 """
 
+import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from workers.errors import UntoldError
 from zero_core import checkpoint
@@ -32,6 +37,7 @@ class Order:
     generation, rank  the group that saves, and this process's place in it
     reason            why; the event repeats it
     extra             JSON values that a load gets back
+    seed              what the job's random numbers come from, for whoever reads the manifest
     keep, keep_every  what of older ones stays
     behind            whether training goes on while it is written
     must              whether the job must not go on without it: its failure is then raised
@@ -45,6 +51,7 @@ class Order:
     step: int
     reason: str
     extra: Mapping[str, Any]
+    seed: int
     keep: int
     keep_every: int | None
     behind: bool
@@ -111,7 +118,13 @@ class Saves:
             else:
                 self._tell_first(order)
                 saved = checkpoint.save(
-                    engine, order.root, extra=order.extra, generation=order.generation, fenced=order.fenced
+                    engine,
+                    order.root,
+                    extra=order.extra,
+                    generation=order.generation,
+                    fenced=order.fenced,
+                    seed=order.seed,
+                    versions=_versions(),
                 )
                 self._committed(order, saved, stall_s=time.perf_counter() - began)
         except FencedError:
@@ -174,6 +187,8 @@ class Saves:
                 extra=order.extra,
                 generation=order.generation,
                 fenced=order.fenced,
+                seed=order.seed,
+                versions=_versions(),
                 first=lambda: self._tell_first(order),
             )
             mine.stall_s = time.perf_counter() - began
@@ -261,3 +276,11 @@ class Saves:
             while not self._lock.wait_for(lambda: self._open is None, _LOOK_S):
                 if self._broken_off(generation):
                     raise PeerLostError(f"generation {generation} was broken off while a save was waited for")
+
+
+def _versions() -> dict[str, str]:
+    """What a checkpoint is written with."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    with suppress(PackageNotFoundError):  # where the source is used as it is
+        found["elastic-zero"] = version("elastic-zero")
+    return found

@@ -354,6 +354,19 @@ def _in_the_way(rank: int, world_size: int, folder: Path, spec: JobSpec) -> list
     return _train(rank, world_size, folder, spec, on_report=on_report)[1]
 
 
+def test_a_checkpoint_says_what_it_is_of(tmp_path: Path) -> None:
+    """The job as it was submitted, optimizer, groups and schedule among it, and what it was written with."""
+    spec = _spec(steps=2)
+    run_ranks(2, _train, tmp_path, spec)
+    latest = manifest.latest(tmp_path)
+    assert latest is not None
+    found = manifest.read(latest.path)
+    assert JobSpec.model_validate(found.extra["spec"]) == spec
+    assert found.extra["consumed"] == 2 * spec.global_batch
+    assert (found.seed, found.updates) == (spec.seed, 2)
+    assert found.versions.keys() >= {"python", "torch"}
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_periodic_checkpoint_that_fails_is_told_and_the_job_goes_on(
     tmp_path: Path, asynchronous: bool

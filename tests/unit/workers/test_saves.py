@@ -62,6 +62,7 @@ def _order(step: int, *, generation: int = 1, **changes: Any) -> Order:
         "step": step,
         "reason": "interval",
         "extra": {},
+        "seed": 7,
         "keep": 3,
         "keep_every": None,
         "behind": True,
