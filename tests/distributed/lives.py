@@ -127,6 +127,8 @@ def strike(engine: Any, where: str) -> None:
     replica   in the middle of the copy of its states
     """
 
+    from zero_core import assembly
+
     def die(*_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -146,11 +148,11 @@ def strike(engine: Any, where: str) -> None:
     elif where == "half":
         _half_told(engine, die)
     elif where == "voted":
-        engine._held_gradients = die
+        assembly.held_gradients = die
     elif where == "update":
         at_call(engine.optimizer, "_update", 2)
     elif where == "gather":
-        engine._share_parameters = die
+        assembly.share_parameters = die
     elif where == "replica":
         _half_copied(engine._live._replicas, die)
     else:
