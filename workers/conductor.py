@@ -441,12 +441,13 @@ class Conductor:
             reason += f"; missing: {short}" if short else "; no single node has what a worker takes"
         self._group.drop(len(self._group.joiners))
         self._seeking_since = None
+        wanted = self._orders.refused(order)
         self._event(
             "resize_refused",
             {
                 "who": order.who,
                 "wanted": order.workers,
-                "workers": self._orders.refused(order),
+                "workers": wanted,
                 "reason": reason,
                 "missing": missing,
             },
@@ -533,7 +534,8 @@ class Conductor:
         self._write(reports)
 
     def _write(self, reports: list[dict[str, Any]]) -> None:
-        if any(r["generation"] == self.generation and r["step"] > self._begun_at + 1 for r in reports[-1:]):
+        last = reports[-1] if reports else None
+        if last and last["generation"] == self.generation and last["step"] > self._begun_at + 1:
             # All have voted on a second step: what the new members took over has replicas of its own.
             self._group.dismiss_leavers()
         for report in reports:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,7 @@ class Saves:
                     raise PeerLostError(f"generation {generation} was broken off while a save was waited for")
 
 
+@cache
 def _versions() -> dict[str, str]:
     """What a checkpoint is written with."""
     found = {"python": platform.python_version(), "torch": torch.__version__}

@@ -46,12 +46,13 @@ _ITEM_BYTES = {
     "U16": 2, "U8": 1, "BOOL": 1, "C64": 8, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
 
-_NAMES = {
+DTYPE_NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
     "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
+"""Safetensors' names of dtypes by torch's."""
 
 _COMPUTE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
@@ -143,11 +144,11 @@ def item_bytes(dtype: str) -> int:
 def dtype_name(dtype: str) -> str:
     """Safetensors' name of a dtype by torch's, with or without "torch." in front."""
     name = dtype.removeprefix("torch.")
-    if name not in _NAMES:
+    if name not in DTYPE_NAMES:
         raise CheckpointError(
-            f"a tensor of dtype {name} cannot be saved: safetensors knows {', '.join(_NAMES)}"
+            f"a tensor of dtype {name} cannot be saved: safetensors knows {', '.join(DTYPE_NAMES)}"
         )
-    return _NAMES[name]
+    return DTYPE_NAMES[name]
 
 
 def held_dtype(name: str, precision: str) -> str:

@@ -32,6 +32,7 @@ from zero_core.checkpoint.container import (
 )
 from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, SAVING, Manifest, Place
 from zero_core.checkpoint.store import Store, open_store
+from zero_core.checkpoint.tensors import bytes_of
 from zero_core.checkpoint.writing import Part, Payload, Work, temporary_name, understood, write_behind
 from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError, FencedError, UsageError, ZeroError
@@ -390,6 +391,4 @@ def _agree(engine: ZeroEngine, what: str, failure: ZeroError | None, *numbers: f
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """[bytes] of a tensor, in place where it is contiguous and on the CPU."""
-    flat = tensor.detach().resolve_conj().cpu().contiguous().reshape(-1)
-    found: memoryview = flat.view(torch.uint8).numpy().data
-    return found
+    return bytes_of(tensor.detach().resolve_conj().cpu().contiguous())

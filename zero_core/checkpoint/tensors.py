@@ -4,13 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64,
-    "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
+from zero_core.checkpoint.container import DTYPE_NAMES
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for dtype, name in DTYPE_NAMES.items()}
 """Torch's dtypes by the names that safetensors has for them."""
 
 _MOST_NAMES = 5
