@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -80,15 +81,25 @@ def _ready(worker: Worker) -> Readiness:
 
 
 _readiness: dict[Worker, Readiness] = {}
+_told: dict[Worker, list[dict[str, Any]]] = {}
+_upto: dict[Worker, int] = {}
 
 
 def _checkpoints(folder: Path) -> Path:
     return folder / "jobs" / "job" / "checkpoints"
 
 
-def _until(worker: Worker, done: Callable[[Poll], Any], after: int = 0) -> Poll:
+def _poll(worker: Worker) -> Poll:
+    """As the controller asks: each time for what comes after the last answer. `notices`: all that were told."""
+    poll = worker.poll(_upto.get(worker, 0))
+    _upto[worker] = poll.upto
+    _told.setdefault(worker, []).extend(poll.notices)
+    return replace(poll, notices=tuple(_told[worker]))
+
+
+def _until(worker: Worker, done: Callable[[Poll], Any]) -> Poll:
     deadline = time.monotonic() + 60
-    while not done(poll := worker.poll(after)):
+    while not done(poll := _poll(worker)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return poll
@@ -137,12 +148,12 @@ def _generations_follow_each_other(folder: Path) -> None:
     assert (at.step, at.source) == (poll.step, Source.LIVE)
     assert set(at.seconds) == {"form", "start", "move"}
     worker.ask(2, Wish.PAUSE)
-    last = _until(worker, lambda later: later.generation == 2 and later.outcome, poll.upto)
+    last = _until(worker, lambda later: later.generation == 2 and later.outcome)
     assert last.outcome is not None
     assert last.outcome.reason is Wish.PAUSE
-    saved = last.notices[-1]
+    *reports, saved = last.notices[len(poll.notices) :]
     assert (saved["type"], saved["step"], saved["reason"]) == ("checkpoint", last.step, "pause")
-    steps = [n["step"] for n in last.notices[:-1]]
+    steps = [n["step"] for n in reports]
     assert steps == list(range(poll.step + 1, last.step + 1)), "no step twice, and none left out"
 
 
@@ -171,9 +182,9 @@ def _what_is_held_is_gone_on_from_unless_a_checkpoint_is_newer(folder: Path) -> 
     begun = _until(worker, lambda poll: poll.generation == 3 and poll.begun).begun
     assert begun is not None
     assert (begun.step, begun.source) == (0, Source.START)
-    losses = [n["loss"] for n in worker.poll(0).notices if n["type"] == "report"]
+    losses = [n["loss"] for n in _poll(worker).notices if n["type"] == "report"]
     _until(worker, lambda poll: poll.generation == 3 and poll.step >= 2)
-    again = [n["loss"] for n in worker.poll(0).notices if n.get("generation") == 3]
+    again = [n["loss"] for n in _poll(worker).notices if n.get("generation") == 3]
     assert again[:2] == losses[:2]
 
 
@@ -238,10 +249,9 @@ def _a_checkpoint_cut_off_by_a_resize_is_owed(folder: Path) -> None:
         notices[:] = [n for n in poll.notices if n["type"] != "report"]
         return any(n["type"] == "checkpoint" for n in notices)
 
-    # Only what is new: an answer has a thousand notices at most.
-    _until(worker, saved, after=stopped.step)
+    _until(worker, saved)
     worker.ask(2, Wish.RESIZE)
-    _until(worker, lambda poll: poll.generation == 2 and poll.outcome, after=stopped.step)
+    _until(worker, lambda poll: poll.generation == 2 and poll.outcome)
     dropped, owed = notices[:2]
     assert (dropped["type"], dropped["dropped_step"], dropped["dropped_generation"]) == (
         "checkpoint_dropped",
@@ -298,10 +308,10 @@ def _a_poll_waits_for_news(folder: Path) -> None:
     began = time.monotonic()
     threading.Timer(0.2, _begin, [worker, 1]).start()
     while poll.outcome is None:
-        poll = worker.poll(0, news=poll.news, wait_s=60)
+        poll = worker.poll(poll.upto, news=poll.news, wait_s=60)
     assert poll.begun is not None
     assert time.monotonic() - began < 50
-    assert worker.poll(0, news=poll.news, wait_s=0.01).outcome == poll.outcome
+    assert worker.poll(poll.upto, news=poll.news, wait_s=0.01).outcome == poll.outcome
 
 
 def _an_abort_ends_a_rank_that_waits_for_the_others(folder: Path) -> None:
@@ -343,7 +353,7 @@ def _a_live_process_keeps_nothing_of_earlier_generations(folder: Path) -> None:
     for generation in range(1, 9):
         _begin(worker, generation, carries=generation > 1)
         _until(worker, lambda poll, g=generation: poll.generation == g and poll.begun)
-        at = worker.poll(0).step
+        at = _poll(worker).step
         _until(worker, lambda poll, n=at: poll.step > n + 1)
         ctypes.CDLL(None).malloc_trim(0)
         sizes.append(psutil.Process().memory_full_info().uss)
@@ -369,7 +379,7 @@ def _heartbeats_say_where_the_training_thread_is(folder: Path) -> None:
     assert later.still_s >= 0
     worker.ask(1, Wish.PAUSE)
     _outcome(worker)
-    assert worker.poll(10**9).heartbeat is None
+    assert _poll(worker).heartbeat is None
 
 
 def _main(pipe: Connection, body: Callable[[Path], None], folder: Path) -> None:
