@@ -3,11 +3,15 @@
 Loads neither torch nor Ray, so that the planner predicts from the very settings the workers use.
 """
 
-from workers.spec import JobSpec
+from typing import TYPE_CHECKING
+
 from zero_core.config import LossScale, ScheduleConfig, ZeroConfig
 
+if TYPE_CHECKING:
+    from workers.spec import JobSpec  # which has each specification translated as it is read
 
-def engine_config(spec: JobSpec) -> ZeroConfig:
+
+def engine_config(spec: "JobSpec") -> ZeroConfig:
     """The engine's settings for the job, whatever its world size."""
     schedule = spec.schedule
     return ZeroConfig(

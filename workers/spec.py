@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from workers.engine_config import engine_config
 from zero_core.config import (
     AdamConfig,
     AdamWConfig,
@@ -32,9 +33,24 @@ from zero_core.config import (
 from zero_core.config import LossScale as EngineLossScale
 from zero_core.errors import ConfigError
 
+_MOST = 2**53
+"""Beyond that not every reader of JSON is exact."""
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, got {value}")
+    return value
+
+
+_NoBool = BeforeValidator(_no_bool)
+"""Beside a Literal of numbers, to which True is 1."""
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    """Strict: "yes" is no bool, and 2.0 no int. What JSON has no type of its own for is told by its field."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class Precision(StrEnum):
@@ -108,6 +124,7 @@ class SyntheticData(_Section):
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
 
 
 class _Group(_Section):
@@ -117,8 +134,9 @@ class _Group(_Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,79}$", description="What reports call it; not `default`."
     )
     patterns: tuple[str, ...] = Field(
+        strict=False,
         description="Shell-style patterns (`*`, `?`, `[...]`) over whole parameter names. The first group "
-        "that matches has the parameter; a tied parameter goes by the first of its names."
+        "that matches has the parameter; a tied parameter goes by the first of its names.",
     )
     lr: PositiveFloat | None = Field(None, description="Peak learning rate, in place of the optimizer's.")
     lr_factor: float | None = Field(
@@ -132,7 +150,7 @@ class _Group(_Section):
 class AdamGroup(_Group):
     """Parameters with settings of their own under AdamW or Adam; null: as the optimizer has it."""
 
-    betas: tuple[_Beta, _Beta] | None = Field(None, description="In place of the optimizer's.")
+    betas: _Betas | None = Field(None, description="In place of the optimizer's.")
     eps: PositiveFloat | None = Field(None, description="In place of the optimizer's.")
 
 
@@ -146,7 +164,9 @@ class SGDGroup(_Group):
     nesterov: bool | None = Field(None, description="In place of the optimizer's.")
 
 
-_GROUPS = Field((), description="Parameters with settings of their own; all others take the optimizer's.")
+_GROUPS = Field(
+    (), strict=False, description="Parameters with settings of their own; all others take the optimizer's."
+)
 
 
 class _Optimizer(_Section):
@@ -182,7 +202,7 @@ class AdamWOptimizer(_Optimizer):
     """AdamW on fp32 master parameters. Weight decay applies to parameters of two or more dimensions."""
 
     kind: Literal["adamw"] = "adamw"
-    betas: tuple[_Beta, _Beta] = Field(
+    betas: _Betas = Field(
         (0.9, 0.95), description="Decay of the running means of the gradient and of its square."
     )
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
@@ -194,7 +214,7 @@ class AdamOptimizer(_Optimizer):
     """Adam on fp32 master parameters. Weight decay applies to parameters of two or more dimensions."""
 
     kind: Literal["adam"]
-    betas: tuple[_Beta, _Beta] = Field(
+    betas: _Betas = Field(
         (0.9, 0.95), description="Decay of the running means of the gradient and of its square."
     )
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
@@ -275,7 +295,7 @@ class Schedule(_Section):
 class Zero(_Section):
     """Settings of the ZeRO engine."""
 
-    stage: Literal[0, 1, 2, 3] = Field(
+    stage: Annotated[Literal[0, 1, 2, 3], _NoBool] = Field(
         2,
         description="0: nothing partitioned; 1: optimizer states; 2: and gradients; 3: and parameters.",
     )
@@ -283,7 +303,7 @@ class Zero(_Section):
         256, multiple_of=64, description="Elements of the smallest piece that can change owner."
     )
     staging_bytes: PositiveInt = Field(
-        8 << 20, description="Size of the constant communication buffer, in bytes."
+        8 << 20, ge=4096, description="Size of the constant communication buffer, in bytes."
     )
     low_precision_products: Literal["auto", "native", "widened"] = Field(
         "auto",
@@ -340,7 +360,9 @@ class Resources(_Section):
     """What one worker takes from its node."""
 
     cpus: PositiveFloat = Field(1.0, description="CPUs reserved for a worker; fractions share a core.")
-    gpus: Literal[0, 1] = Field(0, description="GPUs of a worker. 1 uses NCCL, 0 uses gloo.")
+    gpus: Annotated[Literal[0, 1], _NoBool] = Field(
+        0, description="GPUs of a worker. 1 uses NCCL, 0 uses gloo."
+    )
     memory_bytes: PositiveInt | None = Field(
         None,
         description="Memory reserved for a worker, in bytes; null: none is reserved.",
@@ -470,7 +492,7 @@ class Recovery(_Section):
 class Elastic(_Section):
     """How the job's state outlives its workers, and when its group changes by itself."""
 
-    replicas: Literal[0, 1] = Field(
+    replicas: Annotated[Literal[0, 1], _NoBool] = Field(
         1,
         description="Copies of each rank's shard in the next rank's host memory. 0: a lost worker's part "
         "comes from the last checkpoint, and all go back to it.",
@@ -514,14 +536,16 @@ class JobSpec(_Section):
     data: Annotated[TextData | TokenData | SyntheticData, Field(discriminator="kind")] = Field(
         description="What it is trained on."
     )
-    steps: PositiveInt = Field(description="Steps in all, those that fp16 skips included.")
-    global_batch: PositiveInt = Field(description="Samples per step, whatever the number of workers.")
+    steps: PositiveInt = Field(le=_MOST, description="Steps in all, those that fp16 skips included.")
+    global_batch: PositiveInt = Field(
+        le=_MOST, description="Samples per step, whatever the number of workers."
+    )
     micro_batch: PositiveInt = Field(
         description="Samples that one rank computes at a time; divides `global_batch`."
     )
     sequence_length: PositiveInt = Field(128, description="Tokens per sample that are predicted.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seeds initial parameters, data order and dropout.")
-    precision: Precision = Field(Precision.FP32, description="fp32, bf16 or fp16.")
+    precision: Precision = Field(Precision.FP32, strict=False, description="fp32, bf16 or fp16.")
     loss_scale: LossScale = Field(default_factory=LossScale)
     optimizer: Optimizer = Field(
         default_factory=AdamWOptimizer,
@@ -566,4 +590,8 @@ class JobSpec(_Section):
             )
         if self.schedule.warmup_steps > self.steps:
             raise ValueError(f"schedule.warmup_steps {self.schedule.warmup_steps} exceeds steps {self.steps}")
+        try:
+            engine_config(self)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return self

@@ -90,7 +90,7 @@ def _checkpoints(folder: Path) -> Path:
 
 
 def _poll(worker: Worker) -> Poll:
-    """As the controller asks: each time for what comes after the last answer. `notices`: all that were told."""
+    """As the controller asks: for what comes after the last answer. Its `notices` are all that were told."""
     poll = worker.poll(_upto.get(worker, 0))
     _upto[worker] = poll.upto
     _told.setdefault(worker, []).extend(poll.notices)
