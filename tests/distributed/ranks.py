@@ -5,7 +5,7 @@ They meet over loopback, or each on the host it is given (`namespaces`).
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -26,24 +26,26 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     hosts: Sequence[Host] | None = None,
+    killed: Collection[int] = (),
 ) -> list[Any]:
     """Call `body(rank, world_size, *args)` on every rank; raise RankFailedError with the first traceback.
 
-    `hosts` has one for each rank; without, they run where the caller does.
+    `hosts` has one for each rank; without, they run where the caller does. Ranks in `killed` die in `body`:
+    their result is None, and the others do not wait for them at the end.
     """
     port, pipes, processes = _context.Queue(), [], []
     for rank in range(world_size):
         mine, theirs = _context.Pipe(duplex=False)
         place = (hosts[rank], hosts[0].address) if hosts is not None else (None, "127.0.0.1")
         process = _context.Process(
-            target=_rank_main, args=(rank, world_size, port, theirs, body, args, *place)
+            target=_rank_main, args=(rank, world_size, port, theirs, body, args, *place, not killed)
         )
         process.start()
         theirs.close()
         pipes.append(mine)
         processes.append(process)
     try:
-        return _collect(pipes, timeout_s)
+        return _collect(pipes, timeout_s, killed)
     except RankFailedError:
         for process in processes:
             process.kill()
@@ -58,7 +60,7 @@ def run_ranks(
         port.close()
 
 
-def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(pipes: list[Connection], timeout_s: float, killed: Collection[int]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         ready = wait([p for i, p in enumerate(pipes) if i not in results], timeout_s)
@@ -71,6 +73,9 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
             try:
                 failure, results[rank] = pipe.recv()
             except EOFError:
+                if rank in killed:
+                    results[rank] = None
+                    continue
                 raise RankFailedError(f"rank {rank} died without an answer") from None
             if failure:
                 raise RankFailedError(f"rank {rank}:\n{failure}")
@@ -86,6 +91,7 @@ def _rank_main(
     args: tuple[Any, ...],
     host: Host | None,
     meet_at: str,
+    together: bool,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -103,7 +109,8 @@ def _rank_main(
             store = dist.TCPStore(meet_at, port.get(timeout=60), world_size, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         result = body(rank, world_size, *args)
-        dist.barrier()
+        if together:
+            dist.barrier()
         pipe.send((None, result))
     except BaseException:
         pipe.send((traceback.format_exc(), None))
