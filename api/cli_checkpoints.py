@@ -2,10 +2,13 @@
 
 A target is a job (its id or the beginning of it, `@STEP` behind it for another than the newest), asked
 through the service; or a folder or an address (anything with a slash in it), read from here without one.
+`show`, `diff` and `reshard` read a job's files from here as well: the service only says where they are.
 """
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +32,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="A job, as JOB or JOB@STEP, or a folder or address: of a checkpoint, or of several, of which "
+        help="A job, as JOB or JOB@STEP, whose checkpoints the service knows; or, with a slash in it, a "
+        "folder of this machine (not the service's) or an address: of a checkpoint, or of several, of which "
         "the newest is meant.",
     ),
 ]
@@ -70,7 +74,7 @@ def ls(context: typer.Context, target: Target, as_json: AsJson = False) -> None:
 
 @group.command("show")
 def show(context: typer.Context, target: Target, as_json: AsJson = False) -> None:
-    """Show what one checkpoint holds, as its manifest says."""
+    """Show what one checkpoint holds, as its manifest says. Its files are read from here, a job's too."""
     one = _chosen(context, target)
     facts = _facts(one, _readable(one.path))
     if as_json:
@@ -123,11 +127,14 @@ def verify(context: typer.Context, target: Target, as_json: AsJson = False) -> N
 @group.command("diff")
 def diff(
     context: typer.Context,
-    first: Annotated[str, typer.Argument(metavar="TARGET")],
-    second: Annotated[str, typer.Argument(metavar="TARGET")],
+    first: Target,
+    second: Annotated[str, typer.Argument(metavar="TARGET", help="Likewise.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare the states of two checkpoints, of whatever world sizes; exit code 4 if they differ."""
+    """Compare the states of two checkpoints, of whatever world sizes; exit code 4 if they differ.
+
+    Their files are read from here, a job's too.
+    """
     from zero_core.checkpoint import inspection
 
     paths = [_chosen(context, target).path for target in (first, second)]
@@ -193,7 +200,10 @@ def reshard(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what each rank would read.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What each rank would read of a checkpoint at another world size. Nothing is written."""
+    """What each rank would read of a checkpoint at another world size. Nothing is written.
+
+    The checkpoint's files are read from here, a job's too.
+    """
     if not dry_run:
         raise planning.WrongUsage(
             "a checkpoint is loaded at any number of ranks as it is, so there is nothing to convert: "
@@ -242,8 +252,9 @@ def _listed(context: typer.Context, target: str) -> list[CheckpointOut]:
         with options_of(context).client() as client:
             found = client.checkpoints(client.find(job.prefix).id)
         return [one for one in found if job.step in (None, one.step)]
-    infos = manifest.scan(target)
-    return [CheckpointOut.of(info) for info in infos] if infos else [_single(target)]
+    with _reading(target):
+        infos = manifest.scan(target)
+    return [CheckpointOut.of(info) for info in infos] if infos else [_single(_place(target))]
 
 
 def _chosen(context: typer.Context, target: str) -> CheckpointOut:
@@ -256,19 +267,59 @@ def _chosen(context: typer.Context, target: str) -> CheckpointOut:
 
 
 def _place(target: str) -> str:
-    """Folder or address of the one checkpoint that is meant: the newest where it is a folder of them."""
-    newest = manifest.latest(target)
-    return target.rstrip("/") if newest is None else newest.location
+    """Folder or address of the one checkpoint that is meant: the newest where it is a folder of them.
+
+    Raises UserMistake where there is none that could be loaded.
+    """
+    with _reading(target):
+        if is_checkpoint(target):
+            return target.rstrip("/")
+        newest = manifest.latest(target)
+        if newest is not None:
+            return newest.location
+    damaged = _newest(target)
+    raise UserMistake(
+        f"no checkpoint in {target} can be loaded; the newest is {damaged}: "
+        f"'elastic-zero checkpoint verify {damaged}' says what is wrong with it"
+    )
 
 
 def _newest(target: str) -> str:
     """The same, be it damaged. Raises UserMistake where there is none."""
-    if is_checkpoint(target):
-        return target.rstrip("/")
-    found = committed(target)
-    if not found:
-        raise UserMistake(f"{target} is no checkpoint, and no folder of checkpoints")
-    return found[-1].location
+    with _reading(target):
+        if is_checkpoint(target):
+            return target.rstrip("/")
+        found = committed(target)
+        if found:
+            return found[-1].location
+    raise UserMistake(_absence(target))
+
+
+def _absence(target: str) -> str:
+    """What is at a folder or address instead of checkpoints, and what to give."""
+    if "://" in target:
+        return f"there is no committed checkpoint at {target}: give the address of one, or of several"
+    path = Path(target).absolute()
+    what = f"{path} is no committed checkpoint and has none in it"
+    if not path.exists():
+        what = f"there is no {path} on this machine"
+    elif not path.is_dir():
+        what = f"{path} is a file"
+    return (
+        f"{what}: folders are read where the command runs, not where the service does; give the folder of a "
+        "checkpoint or of several, or ask the service for a job's, as JOB or JOB@STEP"
+    )
+
+
+@contextmanager
+def _reading(target: str) -> Iterator[None]:
+    """Raises UserMistake where a folder or address cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise UserMistake(
+            f"{target} cannot be read: {error}; give a folder or address that can be read from here"
+        ) from error
 
 
 def _single(path: str) -> CheckpointOut:
@@ -290,7 +341,10 @@ def _readable(path: str) -> Manifest:
     try:
         return manifest.read(path)
     except (CheckpointError, OSError) as error:
-        raise UserMistake(f"the checkpoint at {path} cannot be read from here: {error}") from error
+        raise UserMistake(
+            f"the checkpoint at {path} cannot be read from here: {error}; if the service has it and this "
+            "machine does not, run the command there ('checkpoint verify JOB' is done by the service)"
+        ) from error
 
 
 def _facts(one: CheckpointOut, said: Manifest) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from api.schemas import CheckpointOut, EventOut, JobOut, NodeOut, PlanOut, Repor
 from workers.reports import MemoryUse
 
 MEMORY_HEADING = "each rank's throughput, and its memory in MiB (below: as predicted before it started)"
+SENT_HEADING = "bytes each rank sent in its newest step, by kind, and by the way they went"
 
 _MIB = 1 << 20
 _DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
@@ -36,6 +37,7 @@ _CATEGORIES: tuple[tuple[str, str], ...] = (
     ("replicas", "repl"),
     ("unattributed", "other"),
 )
+_TRANSPORTS: Mapping[str, str] = {"shared": "in shared memory", "network": "over network"}
 
 
 _BESIDE: Mapping[str, str] = {
@@ -107,6 +109,8 @@ def job_details(
     parts: list[RenderableType] = [facts]
     if ranks:
         parts += ["", MEMORY_HEADING, memory_table(ranks)]
+        if any(report.bytes_sent for report in ranks):
+            parts += ["", SENT_HEADING, sent_table(ranks)]
     if events:
         parts += ["", *(event_line(event) for event in events)]
     return Group(*parts)
@@ -134,6 +138,20 @@ def memory_table(ranks: Sequence[ReportOut]) -> Table:
             *(_over(report.memory, report.predicted, name) for name, _ in categories),
             f"{report.resident_bytes / _MIB:,.1f}",
         )
+    return table
+
+
+def sent_table(ranks: Sequence[ReportOut]) -> Table:
+    """What each rank sent by kind, and of that through shared memory and over the network."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", justify="right")
+    kinds = list(dict.fromkeys(kind for report in ranks for kind in report.bytes_sent))
+    for heading in (*(kind.replace("_", " ") for kind in kinds), *_TRANSPORTS.values()):
+        table.add_column(heading, justify="right")
+    for report in ranks:
+        sent = [report.bytes_sent.get(kind) for kind in kinds]
+        sent += [report.bytes_by_transport.get(name) for name in _TRANSPORTS]
+        table.add_row(str(report.rank), *("-" if amount is None else size(amount) for amount in sent))
     return table
 
 

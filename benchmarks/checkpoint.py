@@ -43,6 +43,7 @@ from benchmarks.checkpoint_results import (
 )
 from benchmarks.checkpoint_stall import measure_stall
 from benchmarks.elastic_bytes import gpt_layout
+from benchmarks.first_touch import Touched, touch_memory
 from benchmarks.probes import file_system, wait_until_quiet
 from tests.distributed.ranks import RankFailedError
 from zero_core import ZeroConfig
@@ -63,6 +64,7 @@ class Session:
 
     path: Path
     when: str
+    touched: Touched
     folder: Path
     quiet_limit_s: float
     results: Results = field(default_factory=Results)
@@ -72,6 +74,7 @@ class Session:
             self.results,
             when=self.when,
             command=f"python -m benchmarks.checkpoint {shlex.join(sys.argv[1:])}".strip(),
+            touched=self.touched,
             place=file_system(self.folder),
             missing="not in this run",
         )
@@ -83,11 +86,14 @@ class Session:
 def main() -> int:
     options = _options()
     now = datetime.now(UTC)
+    touched = touch_memory()
+    print(touched, flush=True)
     preload()
     with tempfile.TemporaryDirectory(prefix="elastic-zero-bench-") as folder:
         session = Session(
             path=options.out or RESULTS / f"checkpoint-{now:%Y-%m-%d-%H%M}.md",
             when=f"{now:%Y-%m-%d %H:%M} UTC",
+            touched=touched,
             folder=Path(folder),
             quiet_limit_s=0.5 if options.quick else 8.0,
         )

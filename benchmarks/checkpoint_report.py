@@ -19,6 +19,7 @@ from benchmarks.checkpoint_results import (
     StallResult,
     Timed,
 )
+from benchmarks.first_touch import Touched
 from benchmarks.report import machine
 
 _MB = 1e6
@@ -34,14 +35,15 @@ are those of system calls as the kernel counts them for each process. Extra memo
 that before, worst rank."""
 
 
-def render(results: Results, *, when: str, command: str, place: str, missing: str) -> str:
+def render(results: Results, *, when: str, command: str, touched: Touched, place: str, missing: str) -> str:
     """The whole page; its last lines are the bars.
 
     place    what the files lay on
     missing  why a part that is None is not there
     """
     peer = f"DCP of torch {importlib.metadata.version('torch')}"
-    lines = [f"# Checkpoints, {when}", "", *machine(peer), f"Files on {place}.", f"Command: `{command}`", ""]
+    lines = [f"# Checkpoints, {when}", "", *machine(peer, touched)]
+    lines += [f"Files on {place}.", f"Command: `{command}`", ""]
     lines += _METHOD.splitlines()
     if (speed := results.speed) is not None:
         lines += [*_speed_table(speed), *_failures(speed.failures)]

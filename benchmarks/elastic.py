@@ -29,6 +29,7 @@ from benchmarks.elastic_replicas import measure_replicas
 from benchmarks.elastic_results import OURS, PEER, ReplicaResult, Round, SizeResult
 from benchmarks.elastic_round import run_round
 from benchmarks.elastic_timeline import GROW, KILL, SHRINK
+from benchmarks.first_touch import Touched, touch_memory
 from benchmarks.measure import preload
 from benchmarks.probes import wait_until_quiet
 from tests.distributed.ranks import RankFailedError
@@ -50,6 +51,7 @@ class Session:
 
     path: Path
     when: str
+    touched: Touched
     large: str
     absent: dict[str, str] = field(default_factory=dict)
     sizes: list[SizeResult] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Session:
             large=self.large,
             when=self.when,
             command=f"python -m benchmarks.elastic {shlex.join(sys.argv[1:])}".strip(),
+            touched=self.touched,
             absent=self.absent,
         )
         self.path.parent.mkdir(exist_ok=True)
@@ -75,8 +78,10 @@ def main() -> int:
     session = Session(
         path=options.out or RESULTS / f"elastic-{now:%Y-%m-%d-%H%M}.md",
         when=f"{now:%Y-%m-%d %H:%M} UTC",
+        touched=touch_memory(),
         large=QUICK_LARGE if options.quick else LARGE,
     )
+    print(session.touched, flush=True)
     rounds = 1 if options.quick else options.rounds
     if options.no_peer:
         session.absent[PEER] = "--no-peer"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.elastic_bars import verdicts
 from benchmarks.elastic_results import OURS, PEER, ReplicaResult, SizeResult
 from benchmarks.elastic_timeline import CHANGES, GROW, KILL, SHRINK, Change
+from benchmarks.first_touch import Touched
 from benchmarks.report import machine
 
 _METHOD = """\
@@ -25,11 +26,13 @@ def render(
     large: str,
     when: str,
     command: str,
+    touched: Touched,
     absent: Mapping[str, str],
 ) -> str:
     """The whole page; its last lines are the bars."""
     peer = f"Ray {importlib.metadata.version('ray')}"
-    lines = [f"# Resizes, recoveries and replicas, {when}", "", *machine(peer), f"Command: `{command}`", ""]
+    lines = [f"# Resizes, recoveries and replicas, {when}", "", *machine(peer, touched)]
+    lines += [f"Command: `{command}`", ""]
     lines += _METHOD.splitlines()
     for result in sizes:
         lines += [*_table(result), *_phases(result), *_bytes_table(result), *_failures(result)]

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks import deepspeed_peer, report, wire
 from benchmarks.bars import RunResult
+from benchmarks.first_touch import Touched, touch_memory
 from benchmarks.measure import measure, preload, prepare_deepspeed
 from benchmarks.plan import PRECISIONS, Run, plans
 from benchmarks.probes import wait_until_quiet
@@ -42,6 +43,7 @@ class Session:
     host: Host | None
     path: Path
     when: str
+    touched: Touched
     absent: dict[str, str] = field(default_factory=dict)
     no_wire: str = "not in this run"
     notes: list[str] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Session:
             self.on_wire,
             when=self.when,
             command=f"python -m benchmarks.engine {shlex.join(sys.argv[1:])}".strip(),
+            touched=self.touched,
             absent=self.absent,
             no_wire=self.no_wire,
             notes=self.notes,
@@ -71,6 +74,8 @@ def main() -> int:
     runs = [run for run in runs if run.precision in options.precisions]
     cells = [cell for cell in cells if cell[0] in options.precisions]
     now = datetime.now(UTC)
+    touched = touch_memory()
+    print(touched, flush=True)
     preload()
     with ExitStack() as stack:
         reason = wire.why_not()
@@ -78,6 +83,7 @@ def main() -> int:
             host=stack.enter_context(one_host()) if reason is None else None,
             path=options.out or RESULTS / f"engine-{now:%Y-%m-%d-%H%M}.md",
             when=f"{now:%Y-%m-%d %H:%M} UTC",
+            touched=touched,
         )
         if reason is not None:
             session.notes.append(f"The loopback's bytes may include others': {reason}.")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks import deepspeed_peer
 from benchmarks.bars import RunResult, Verdict, bars, judge_wire, states_formula
+from benchmarks.first_touch import Touched
 from benchmarks.plan import MICRO_BATCH, SEQUENCE, bf16_flags
 from benchmarks.results import BASE, FLOOR, CellResult, WireResult, names
 
@@ -67,6 +68,7 @@ def render(
     *,
     when: str,
     command: str,
+    touched: Touched,
     absent: Mapping[str, str],
     no_wire: str,
     notes: Sequence[str],
@@ -75,7 +77,7 @@ def render(
     lines = [
         f"# Engines side by side, {when}",
         "",
-        *machine(_deepspeed()),
+        *machine(_deepspeed(), touched),
         f"Command: `{command}`",
         "",
         *notes,
@@ -99,7 +101,7 @@ def verdicts(
     return [bar.judge(results, absent) for bar in bars()] + judge_wire(wire, no_wire)
 
 
-def machine(peer: str) -> list[str]:
+def machine(peer: str, touched: Touched) -> list[str]:
     """What it ran on, in a few lines. peer: the name and version of what it is compared with."""
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), "?")
@@ -114,6 +116,7 @@ def machine(peer: str) -> list[str]:
         f"{os.cpu_count()} cores of {model} ({platform.machine()}; {', '.join(vectors)}; bf16 instructions: "
         f"{own}), {memory:.0f} GiB, Linux {platform.release()}.",
         f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, {peer}.",
+        str(touched),
     ]
 
 

@@ -320,6 +320,7 @@ class FakeCluster:
                 "step_s": 0.1,
                 "seconds": {"forward": 0.04, "backward": 0.06},
                 "bytes_sent": {"reduce": 1000, "gather": 1000, "control": 10},
+                "bytes_by_transport": {"shared": 1510, "network": 500},
                 "memory": {**_MEMORY, "unattributed": 500},
                 "predicted": {**_MEMORY, "unattributed": 0},
                 "resident_bytes": 20_000,

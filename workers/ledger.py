@@ -74,6 +74,7 @@ class Ledger:
             "step_s": 0.0,
             "seconds": {},
             "bytes_sent": {},
+            "bytes_by_transport": {},
             "memory": _NOTHING,
             "predicted": _NOTHING,
             "resident_bytes": 0,

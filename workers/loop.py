@@ -260,6 +260,7 @@ class TrainingLoop:
                 "step_s": step_s,
                 "seconds": dict(report.seconds),
                 "bytes_sent": dict(report.bytes_sent),
+                "bytes_by_transport": dict(report.bytes_by_transport),
                 "memory": memory,
                 "predicted": self._predicted,
                 "resident_bytes": resident,

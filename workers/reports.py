@@ -95,6 +95,10 @@ class RankReport(_Wire):
     step_s: float = Field(description="Wall time of the step in seconds.")
     seconds: dict[str, float] = Field(description="Seconds by phase.")
     bytes_sent: dict[str, int] = Field(description="Bytes this rank sent, by kind.")
+    bytes_by_transport: dict[str, int] = Field(
+        default_factory=dict,
+        description="The same bytes by the way they went: `shared` (memory of this host), `network`.",
+    )
     memory: MemoryUse
     predicted: MemoryUse
     resident_bytes: int = Field(description="Proportional set size of the process (device memory on a GPU).")

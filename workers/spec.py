@@ -198,28 +198,28 @@ class _Optimizer(_Section):
         return self
 
 
-class AdamWOptimizer(_Optimizer):
+class _AdamSettings(_Optimizer):
+    """What the optimizers with running means of the gradient and of its square have."""
+
+    betas: _Betas = Field(
+        (0.9, 0.95), description="Decay of the running means of the gradient and of its square."
+    )
+    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    groups: tuple[AdamGroup, ...] = _GROUPS
+
+
+class AdamWOptimizer(_AdamSettings):
     """AdamW on fp32 master parameters. Weight decay applies to parameters of two or more dimensions."""
 
     kind: Literal["adamw"] = "adamw"
-    betas: _Betas = Field(
-        (0.9, 0.95), description="Decay of the running means of the gradient and of its square."
-    )
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
-    groups: tuple[AdamGroup, ...] = _GROUPS
 
 
-class AdamOptimizer(_Optimizer):
+class AdamOptimizer(_AdamSettings):
     """Adam on fp32 master parameters. Weight decay applies to parameters of two or more dimensions."""
 
     kind: Literal["adam"]
-    betas: _Betas = Field(
-        (0.9, 0.95), description="Decay of the running means of the gradient and of its square."
-    )
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
     weight_decay: float = Field(0.0, ge=0, description="L2 penalty, added to the clipped gradient.")
-    groups: tuple[AdamGroup, ...] = _GROUPS
 
 
 class SGDOptimizer(_Optimizer):

@@ -128,14 +128,23 @@ def _fit(dtype: torch.dtype, *operands: torch.Tensor | None) -> bool:
     return True
 
 
+def _multiply(
+    dtype: torch.dtype, dims: int, a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None = None
+) -> bool:
+    """Whether the operands fit, and `added` broadcasts to `a @ b`, of matrices (2 dims) or of batches (3)."""
+    if not _fit(dtype, a, b, added) or not a.dim() == b.dim() == dims:
+        return False
+    if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
+        return False
+    return added is None or _expands(added, (*a.shape[:-1], b.shape[-1]))
+
+
 # Each of the following computes one of torch's operations, whose arguments come after the dtype. Where the
 # operands do not fit it returns None: torch then computes it, or says what is wrong with it.
 
 
 def _mm(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    if not _fit(dtype, a, b) or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        return None
-    return _matrix_product(a, b)
+    return _matrix_product(a, b) if _multiply(dtype, 2, a, b) else None
 
 
 def _addmm(
@@ -147,17 +156,13 @@ def _addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor | None:
-    if not _fit(dtype, added, a, b) or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        return None
-    if not _expands(added, (a.shape[0], b.shape[1])):
+    if not _multiply(dtype, 2, a, b, added):
         return None
     return _matrix_product(a, b, added=added, beta=beta, alpha=alpha)
 
 
 def _bmm(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    if not _fit(dtype, a, b) or not _batches(a, b):
-        return None
-    return _batch_product(a, b)
+    return _batch_product(a, b) if _multiply(dtype, 3, a, b) else None
 
 
 def _baddbmm(
@@ -169,9 +174,7 @@ def _baddbmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor | None:
-    if not _fit(dtype, added, a, b) or not _batches(a, b):
-        return None
-    if not _expands(added, (a.shape[0], a.shape[1], b.shape[2])):
+    if not _multiply(dtype, 3, a, b, added):
         return None
     return _batch_product(a, b, added=added, beta=beta, alpha=alpha)
 
@@ -358,10 +361,6 @@ def _batch_product(
         more = None if added is None else added[piece]
         out[piece] = _batch_product(a[piece], b[piece], added=more, beta=beta, alpha=alpha)
     return out
-
-
-def _batches(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0] and a.shape[2] == b.shape[1]
 
 
 def _expands(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:

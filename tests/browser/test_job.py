@@ -94,12 +94,17 @@ def drawn(bar: Locator) -> dict[str, int | None]:
     return found
 
 
-def test_the_table_of_ranks_has_bytes_and_seconds(job: Job, visitor: Visitor) -> None:
+def test_the_table_of_ranks_has_bytes_by_kind_and_transport_and_seconds(job: Job, visitor: Visitor) -> None:
     table = visitor.page.get_by_role("region", name="Ranks at their newest step")
     row = table.locator("tr[data-rank='1']")
     cells = row.locator("th, td").all_text_contents()
-    sent, spent = ["1000 B", "1000 B", "10 B"], ["40 ms", "60 ms"]
-    assert cells == ["1", "w1", "20", "100 ms", "1.28k", "19.5 KiB", *sent, *spent]
+    sent, through, spent = ["1000 B", "1000 B", "10 B"], ["1.47 KiB", "500 B"], ["40 ms", "60 ms"]
+    assert cells == ["1", "w1", "20", "100 ms", "1.28k", "19.5 KiB", *sent, *through, *spent]
+    groups, names = table.locator("thead tr").all()
+    spans = [(each.text_content(), each.get_attribute("colspan")) for each in groups.locator("th").all()]
+    assert spans == [("bytes sent", "3"), ("of them through", "2"), ("time by phase", "2")]
+    named = names.locator("th").all_text_contents()[6:]
+    assert named == ["reduce", "gather", "control", "shared memory", "network", "forward", "backward"]
 
 
 def test_a_new_report_appears_without_a_reload(job: Job, service: Service, visitor: Visitor) -> None:

@@ -203,7 +203,7 @@ def test_a_checkpoint_on_demand_does_not_stop_the_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "unit"])
-def test_memory_and_time_are_accounted_for_in_every_report(tmp_path: Path, checkpointing: str) -> None:
+def test_memory_time_and_bytes_are_accounted_for_in_every_report(tmp_path: Path, checkpointing: str) -> None:
     zero = {"stage": 3, "activation_checkpointing": checkpointing}
     results = run_ranks(2, _train, tmp_path, _spec(zero=zero))
     for report in _reports(results):
@@ -213,6 +213,7 @@ def test_memory_and_time_are_accounted_for_in_every_report(tmp_path: Path, check
         assert report["predicted"].activations == pytest.approx(report["memory"].activations, rel=0.02)
         assert (report["memory"].checkpoints > 0) == (checkpointing == "unit")
         assert report["tokens"] in (2 * 12 * 2, 3 * 12 * 2)
+        assert report["bytes_by_transport"] == {"shared": sum(report["bytes_sent"].values())}, "one host"
         if report["step"] == 2:  # the first one also counts the engine's start
             busy = sum(report["seconds"].values())
             assert 0 < busy <= report["step_s"] * 1.01

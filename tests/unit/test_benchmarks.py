@@ -1,17 +1,22 @@
 """What the benchmark makes of its figures: ratios within rounds, the worst cell, what is missing and why."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import first_touch
 from benchmarks.bars import Bar, RunResult, bars, judge_wire, states_formula
+from benchmarks.first_touch import GIB, Touched, available_bytes, touch, touch_memory
 from benchmarks.plan import Run, plans
+from benchmarks.probes import PeakResident
 from benchmarks.report import losses_off, render
 from benchmarks.results import CellResult, WireResult
 
 RUN = Run.parse("fp32:10M:2:2:20")
 PSI = 1000
+MIB = 1 << 20
 
 
 def cell(step_s: float, **other: Any) -> CellResult:
@@ -118,16 +123,52 @@ def test_the_page_ends_with_a_line_for_every_bar() -> None:
         RUN, {"stage 2": [ours], "ddp": [cell(1.0)], "floor": [cell(0.4)]}, {"stage 3": "died"}
     )
     page = render(
-        [result], [], when="now", command="this", absent={}, no_wire="no", notes=["a note"]
+        [result],
+        [],
+        when="now",
+        command="this",
+        touched=Touched(bytes=3 * GIB, piece_bytes=2 * GIB, seconds=[7.0, 0.5]),
+        absent={},
+        no_wire="no",
+        notes=["a note"],
     ).splitlines()
     row = (
         "stage 2 | 500 (500-500) | 0.50 | 1.25 | 1024 | 1.000 | 1.000 | 1 | 1 | 0.01 (0.01) | 0.00 | 8.00000"
     )
     assert f"| {row} |" in page
     assert "a note" in page
+    touched = "Memory touched beforehand: 3.0 GiB in 7.5 s; of pieces of 2.00 GiB the first took 7.00 s, the"
+    assert f"{touched} slowest 7.00 s." in page
     lines = page[page.index("## Bars") + 4 :]
     assert len(lines) == len(bars()) + 16
     assert all(line.endswith((": ok", ": short", ")")) for line in lines)
+
+
+def test_every_page_is_touched_and_none_is_given_back_before_the_end() -> None:
+    with PeakResident() as peak:
+        assert len(touch(80 * MIB, 32 * MIB)) == 3
+    assert peak.bytes > 76 * MIB
+
+
+def test_a_child_touches_no_more_than_half_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched = touch_memory(most_bytes=24 * MIB, piece_bytes=16 * MIB)
+    assert (touched.bytes, len(touched.seconds)) == (24 * MIB, 2)
+    monkeypatch.setattr(first_touch, "available_bytes", lambda: 10 * MIB)
+    touched = touch_memory(most_bytes=24 * MIB, piece_bytes=16 * MIB)
+    assert (touched.bytes, len(touched.seconds)) == (5 * MIB, 1)
+
+
+def test_a_control_group_may_leave_less_than_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(first_touch, "LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(first_touch, "USED", tmp_path / "memory.current")
+    assert available_bytes() > 30 * MIB, "where there is no limit"
+    (tmp_path / "memory.max").write_text(f"{30 * MIB}\n")
+    (tmp_path / "memory.current").write_text(f"{10 * MIB}\n")
+    assert available_bytes() == 20 * MIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes() > 30 * MIB
 
 
 def test_plans_name_runs_that_exist() -> None:

@@ -22,11 +22,13 @@ from benchmarks.checkpoint_results import (
     StallRound,
     Timed,
 )
+from benchmarks.first_touch import Touched
 from zero_core.checkpoint.container import rank_contents
 from zero_core.layout import Layout, ParameterSpec, build_layout
 
 SIZE = "1M"
 TIMES_BARS = 6  # of saves and loads
+TOUCHED = Touched(bytes=1 << 30, piece_bytes=1 << 30, seconds=[0.5])
 
 Times = dict[str, list[float]]
 """Seconds of each round by action."""
@@ -212,7 +214,12 @@ def test_the_page_lists_everything_and_ends_with_a_line_for_every_bar() -> None:
     fast = speed({SAVE: [1.0, 2.0]}, {SAVE: [2.0, 6.0]}, {SAVE: [0.8, 1.0]})
     stall = StallResult(SIZE, 2, [stalled([0.105, 0.105], [0.1, 0.1])])
     page = render(
-        Results(read, fast, stall, PLANNED), when="now", command="this", place="ext4", missing="-"
+        Results(read, fast, stall, PLANNED),
+        when="now",
+        command="this",
+        touched=TOUCHED,
+        place="ext4",
+        missing="-",
     ).splitlines()
     assert f"| {SAVE} | {OURS} | 1.500 | 1.000 2.000 | 0.42 | 1.62 | 1.5 | 1.500 | 8 | 0.1 0.1 |" in page
     assert f"| {SAVE} | {PLAIN} | 0.900 | 0.800 1.000 | 0.28 | - | 1.5 | 1.500 | 8 | 0.1 0.1 |" in page

@@ -21,9 +21,11 @@ from benchmarks.elastic_timeline import (
     resized,
     steps_done,
 )
+from benchmarks.first_touch import Touched
 from zero_core.layout import ParameterSpec, build_layout
 
 LARGE = "1M"
+TOUCHED = Touched(bytes=1 << 30, piece_bytes=1 << 30, seconds=[0.5])
 
 
 def rows(
@@ -213,7 +215,13 @@ def test_the_page_lists_all_rounds_and_ends_with_a_line_for_every_bar() -> None:
         bytes_needed={GROW: 2_000_000},
     )
     page = render(
-        [found], None, large=LARGE, when="now", command="this", absent={"replicas": "died"}
+        [found],
+        None,
+        large=LARGE,
+        when="now",
+        command="this",
+        touched=TOUCHED,
+        absent={"replicas": "died"},
     ).splitlines()
     assert f"| grow | {OURS} | 2->4 | 0.600 | 0.500 0.700 | 0 0 | 0.1 0.1 |" in page
     assert f"| grow | {PEER} | 2->4 | 9.000 | 9.000 | 0 | 0.1 |" in page

@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 from api import server_file
 from api.cli import app
 from api.cli_common import FAILED, FOUND, UNREACHABLE, WRONG_USAGE
-from api.client import Refused
+from api.client import Client, Refused
+from api.schemas import CheckpointOut
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_worker_loop import _spec, _train
 from tests.unit.api.running import SPEC, TOKEN, Running, running, until
@@ -286,6 +287,73 @@ def test_what_each_rank_of_another_group_would_read(tmp_path: Path, saved: Path)
     plain = _cli(tmp_path, "reshard", "--dry-run", "--to", "30", str(saved))
     assert "2 -> 30 ranks" in plain.stdout
     assert "and 10 more" in plain.stdout
+
+
+READING = (
+    ("checkpoint", "ls"),
+    ("checkpoint", "show"),
+    ("checkpoint", "verify"),
+    ("checkpoint", "diff", "SAVED"),
+    ("checkpoint", "export", "--to", "x"),
+    ("reshard", "--dry-run", "--to", "3"),
+)
+
+
+@pytest.mark.parametrize("command", READING, ids=lambda command: "-".join(command[:2]))
+def test_a_wrong_place_is_told_with_what_is_there_and_whose_folder_is_meant(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for place, told in (
+        (
+            "./none",
+            f"there is no {tmp_path / 'none'} on this machine: folders are read where the command runs",
+        ),
+        ("./empty/", f"{tmp_path / 'empty'} is no committed checkpoint and has none in it: folders are read"),
+        ("./file", f"{tmp_path / 'file'} is a file: folders are read where the command runs"),
+        ("memory://nothing", "there is no committed checkpoint at memory://nothing: give the address of one"),
+        (f"/{'x' * 300}", "File name too long"),
+    ):
+        words = [str(saved) if word == "SAVED" else word for word in command]
+        result = _cli(tmp_path, *words, place)
+        assert (result.exit_code, result.stdout) == (FAILED, ""), result.output
+        assert told in result.stderr
+        assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_of_nothing_but_damaged_ones_names_the_newest(tmp_path: Path, saved: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(saved, root)
+    for info in manifest.scan(root):
+        file = info.path / "rank-00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-5])
+        newest = info.path
+    for command in (("checkpoint", "show"), ("reshard", "--dry-run", "--to", "3"), ("checkpoint", "ls")):
+        result = _cli(tmp_path, *command, str(root))
+        assert result.exit_code == FAILED
+        assert f"no checkpoint in {root} can be loaded; the newest is {newest}: " in result.stderr
+    assert _cli(tmp_path, "checkpoint", "verify", str(newest)).exit_code == FOUND, "as the message says"
+
+
+def test_a_jobs_checkpoint_that_only_the_service_has(
+    service: Running, data_dir: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def elsewhere(client: Client, job_id: str) -> list[CheckpointOut]:
+        return [one.model_copy(update={"path": "/on/another/machine"}) for one in listed(client, job_id)]
+
+    listed = Client.checkpoints
+    monkeypatch.setattr(Client, "checkpoints", elsewhere)
+    for command in (
+        ("checkpoint", "show"),
+        ("checkpoint", "diff", job),
+        ("reshard", "--dry-run", "--to", "3"),
+    ):
+        result = _cli(data_dir, *command, job)
+        assert result.exit_code == FAILED
+        assert "the checkpoint at /on/another/machine cannot be read from here: " in result.stderr
+        assert "run the command there" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,18 @@ def test_replicas_have_a_column_where_there_are_any() -> None:
     assert first.split()[-3:] == ["5.00", "3.00", "200.0"]
 
 
+def test_bytes_are_told_by_kind_and_by_the_way_they_went() -> None:
+    sent = {"bytes_sent": {"reduce": 3_000_000, "control": 24}}
+    ways = {"bytes_by_transport": {"shared": 2_000_024, "network": 1_000_000}}
+    reports = [_report(3).model_copy(update=sent | ways), _report(3, rank=1).model_copy(update=sent)]
+    shown = _printed(render.job_details(_job(), reports, [], []))
+    _, names, first, second = shown[shown.index(render.SENT_HEADING) :].splitlines()[:4]
+    assert " ".join(names.split()) == "rank reduce control in shared memory over network"
+    assert first.split() == ["0", "3.00", "MB", "24", "B", "2.00", "MB", "1.00", "MB"]
+    assert second.split() == ["1", "3.00", "MB", "24", "B", "-", "-"]
+    assert render.SENT_HEADING not in _printed(render.job_details(_job(), [_report(3)], [], []))
+
+
 @pytest.mark.parametrize(
     ("event", "told"),
     [

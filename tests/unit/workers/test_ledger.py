@@ -47,6 +47,7 @@ def _report(step: int, rank: int, ranks: int) -> dict[str, Any]:
         "step_s": 0.5,
         "seconds": {"forward": 0.1},
         "bytes_sent": {"reduce": 5},
+        "bytes_by_transport": {"shared": 5},
         "memory": memory,
         "predicted": memory,
         "resident_bytes": 3,
@@ -74,6 +75,7 @@ def test_what_a_lost_rank_had_not_told_is_rebuilt_as_far_as_it_counts() -> None:
         assert checked.tokens == len(checked.samples) * 8
         assert (checked.loss, checked.generation, checked.world_size) == (1.0 / checked.step, 4, 3)
         assert (checked.step_s, checked.seconds, checked.resident_bytes) == (0.0, {}, 0)
+        assert checked.bytes_sent == checked.bytes_by_transport == {}
         assert checked.memory.parameters == 0
 
 

@@ -260,6 +260,15 @@ def test_without_gradients_and_in_inference_mode() -> None:
         lambda: torch.addmm(
             torch.ones(3, dtype=torch.bfloat16), *[torch.ones(2, 2, dtype=torch.bfloat16)] * 2
         ),
+        lambda: torch.bmm(
+            torch.ones(3, 2, 2, dtype=torch.bfloat16), torch.ones(4, 2, 2, dtype=torch.bfloat16)
+        ),
+        lambda: torch.baddbmm(
+            torch.ones(3, dtype=torch.bfloat16), *[torch.ones(2, 2, 2, dtype=torch.bfloat16)] * 2
+        ),
+        lambda: torch.baddbmm(
+            torch.ones(1, 2, 2, 2, dtype=torch.bfloat16), *[torch.ones(2, 2, 2, dtype=torch.bfloat16)] * 2
+        ),
     ],
 )
 def test_what_torch_refuses_is_refused_in_its_words(wrong: Callable[[], Any]) -> None:

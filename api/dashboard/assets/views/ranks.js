@@ -1,4 +1,5 @@
-// Each rank's newest step as numbers: time, throughput, memory, bytes sent by kind, seconds by phase.
+// Each rank's newest step as numbers: time, throughput, memory, bytes sent by kind and by the way they went
+// (memory of the host, network), seconds by phase.
 
 import { el, replace } from "../dom.js";
 import { bytes, compact, duration, integer, words } from "../format.js";
@@ -14,8 +15,7 @@ export class RankTable {
       replace(this.element, el("p", { class: "empty" }, "No rank has reported a step yet."));
       return;
     }
-    const kinds = names(reports, "bytes_sent");
-    const phases = names(reports, "seconds");
+    const groups = GROUPS.map((group) => ({ ...group, names: names(reports, group.key) }));
     const scrolled = this.element.firstChild?.scrollLeft ?? 0;
     const region = el(
       "div",
@@ -23,8 +23,8 @@ export class RankTable {
       el(
         "table",
         { class: "ranks" },
-        el("thead", {}, groupRow(kinds, phases), nameRow(kinds, phases)),
-        el("tbody", {}, reports.map((report) => rankRow(report, kinds, phases))),
+        el("thead", {}, groupRow(groups), nameRow(groups)),
+        el("tbody", {}, reports.map((report) => rankRow(report, groups))),
       ),
     );
     replace(this.element, region);
@@ -32,39 +32,48 @@ export class RankTable {
   }
 }
 
+// Columns that go together, one for each name that a rank's figures have.
+const GROUPS = [
+  { key: "bytes_sent", title: "bytes sent", show: bytes },
+  { key: "bytes_by_transport", title: "of them through", show: bytes },
+  { key: "seconds", title: "time by phase", show: duration },
+];
+
 // Kinds and phases in the order of a step; others follow.
 const ORDER = ["forward", "backward", "reduce", "gather", "gather_backward", "optimizer", "control", "idle"];
+
+// Names that would not be understood as they are.
+const TITLES = { shared: "shared memory" };
 
 function names(reports, key) {
   const found = new Set(reports.flatMap((report) => Object.keys(report[key])));
   return [...new Set([...ORDER.filter((name) => found.has(name)), ...found])];
 }
 
-function groupRow(kinds, phases) {
+function groupRow(groups) {
   return el(
     "tr",
     { class: "groups" },
     el("td", { colspan: 6 }),
-    el("th", { scope: "colgroup", colspan: Math.max(1, kinds.length) }, "bytes sent"),
-    el("th", { scope: "colgroup", colspan: Math.max(1, phases.length) }, "time by phase"),
+    groups.map(({ title, names }) => el("th", { scope: "colgroup", colspan: Math.max(1, names.length) }, title)),
   );
 }
 
-function nameRow(kinds, phases) {
-  const columns = ["rank", "worker", "step", "step time", "tokens/s", "resident", ...or(kinds), ...or(phases)];
-  return el("tr", {}, columns.map((name) => el("th", { scope: "col" }, words(name))));
+function nameRow(groups) {
+  const columns = ["rank", "worker", "step", "step time", "tokens/s", "resident"];
+  columns.push(...groups.flatMap(({ names }) => or(names)));
+  return el("tr", {}, columns.map((name) => el("th", { scope: "col" }, TITLES[name] ?? words(name))));
 }
 
 const or = (list) => (list.length ? list : ["–"]);
 
-function rankRow(report, kinds, phases) {
+function rankRow(report, groups) {
   const cells = [
     integer(report.step),
     duration(report.step_s),
     compact(report.tokens / report.step_s),
     bytes(report.resident_bytes),
-    ...or(kinds).map((kind) => bytes(report.bytes_sent[kind])),
-    ...or(phases).map((phase) => duration(report.seconds[phase])),
+    ...groups.flatMap(({ key, show, names }) => or(names).map((name) => show(report[key][name]))),
   ];
   return el(
     "tr",
