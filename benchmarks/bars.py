@@ -55,6 +55,7 @@ class Bar:
 
     needs    the contestants it compares
     ceiling  what the floor itself would have, the most that any engine could reach; None: not told
+    least    what the figure cannot be below; a cell where it is was disturbed, and is not judged
     """
 
     name: str
@@ -64,30 +65,41 @@ class Bar:
     measure: Measure
     needs: tuple[str, ...]
     ceiling: Measure | None = None
+    least: float | None = None
     only_world_size: int | None = None
     decimals: int = 2
 
     def judge(self, runs: Sequence[RunResult], absent: Mapping[str, str]) -> Verdict:
         required = f"{'at least' if self.at_least else 'at most'} {self.required:.{self.decimals}f}"
-        found: list[tuple[float, str]] = []
+        found: list[float] = []
+        texts: list[str] = []
         reasons: list[str] = []
+        failed: list[str] = []
         for result in runs:
             if result.run.precision != self.precision or self._elsewhere(result.run):
                 continue
             reasons += [absent[name] for name in self.needs if name in absent]
             value = self.measure(result)
             if value is None:
-                reasons += [result.failures[name] for name in self.needs if name in result.failures]
+                broken = [result.failures[name] for name in self.needs if name in result.failures]
+                reasons += broken
+                failed += [f"{result.run.where}: {reason}" for reason in broken]
                 continue
             limit = self.ceiling(result) if self.ceiling is not None else None
             note = f" of at most {limit:.2f}" if limit is not None else ""
-            found.append((value, f"{value:.{self.decimals}f}{note} ({result.run.where})"))
+            if self.least is not None and value < self.least:
+                note += f", below {self.least:g}: disturbed"
+                reasons.append("every cell was disturbed")
+            else:
+                found.append(value)
+            texts.append(f"{value:.{self.decimals}f}{note} ({result.run.where})")
+        measured = ", ".join(texts) or "nothing"
         if not found:
             reason = reasons[0] if reasons else "not in this run"
-            return Verdict(self.name, "nothing", required, f"not measured ({reason})")
-        values = [value for value, _ in found]
-        short = min(values) < self.required if self.at_least else max(values) > self.required
-        return Verdict(self.name, ", ".join(text for _, text in found), required, "short" if short else "ok")
+            return Verdict(self.name, measured, required, f"not measured ({reason})")
+        short = min(found) < self.required if self.at_least else max(found) > self.required
+        whole = f"not measured everywhere ({failed[0]})" if failed else "ok"
+        return Verdict(self.name, measured, required, "short" if short else whole)
 
     def _elsewhere(self, run: Run) -> bool:
         return self.only_world_size is not None and run.world_size != self.only_world_size
@@ -114,6 +126,7 @@ def _speed(precision: str) -> list[Bar]:
                 at_least=False,
                 measure=lambda result, ours=ours: result.times(ours, FLOOR),
                 needs=(ours, FLOOR),
+                least=1.0,
                 only_world_size=2,
             )
         )

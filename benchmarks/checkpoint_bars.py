@@ -82,19 +82,21 @@ def _speed(result: SpeedResult | None, missing: str) -> Iterator[Verdict]:
             f"{prefix}{action}, times faster than {PEER}",
             found.ratios(PEER, OURS, action),
             limit,
-            _reason(found, PEER, missing),
+            missing,
+            failed=_failed(found, PEER),
         )
     for action, what in ((SAVE, "write"), *((load, "read") for load in LOADS)):
         yield judged(
             f"{prefix}{action}, time over a plain {what} of the same bytes",
             found.ratios(OURS, PLAIN, action),
             _OVER_PLAIN,
-            _reason(found, PLAIN, missing),
+            missing,
+            failed=_failed(found, PLAIN),
         )
 
 
-def _reason(result: SpeedResult, other: str, missing: str) -> str:
-    return next((result.failures[name] for name in (OURS, other) if name in result.failures), missing)
+def _failed(result: SpeedResult, other: str) -> str | None:
+    return next((result.failures[name] for name in (OURS, other) if name in result.failures), None)
 
 
 def _stall(result: StallResult | None, missing: str) -> Verdict:
@@ -104,5 +106,6 @@ def _stall(result: StallResult | None, missing: str) -> Verdict:
         f"{prefix}asynchronous save, stall over one copy of the shard",
         [one.ratio for one in found.rounds],
         _OVER_COPY,
-        found.failure or missing,
+        missing,
+        failed=found.failure or None,
     )

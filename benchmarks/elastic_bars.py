@@ -46,7 +46,11 @@ def _pause(result: SizeResult, kind: str, absent: Mapping[str, str]) -> Verdict:
     limit = Limit(value=_PAUSE_S.get(result.size, _LARGE_PAUSE_S), strictly=True, unit=" s")
     figures = [change.seconds for change in result.changes(OURS, kind)]
     return judged(
-        f"{result.size}, pause of {_TITLES[kind]}", figures, limit, _missing(result, [OURS], absent)
+        f"{result.size}, pause of {_TITLES[kind]}",
+        figures,
+        limit,
+        _missing(result, [OURS], absent),
+        failed=_failed(result, [OURS]),
     )
 
 
@@ -58,18 +62,20 @@ def _ratio(result: SizeResult, kind: str, limit: Limit, absent: Mapping[str, str
         figures,
         limit,
         _missing(result, [OURS, PEER], absent),
+        failed=_failed(result, [OURS, PEER]),
     )
 
 
 def _recovery(result: SizeResult, absent: Mapping[str, str]) -> Iterator[Verdict]:
     name = f"{result.size}, {_TITLES[KILL]}"
-    missing = _missing(result, [OURS], absent)
+    missing, failed = _missing(result, [OURS], absent), _failed(result, [OURS])
     changes = result.changes(OURS, KILL)
     seconds = [change.seconds for change in changes]
-    yield judged(name, seconds, Limit(value=2, strictly=True, unit=" s"), missing)
+    yield judged(name, seconds, Limit(value=2, strictly=True, unit=" s"), missing, failed=failed)
     yield _ratio(result, KILL, Limit(value=5, at_least=True), absent)
     repeated = [float(change.steps_repeated) for change in changes]
-    yield judged(f"{name}, steps repeated", repeated, Limit(value=1, decimals=0), missing, worst=True)
+    limit = Limit(value=1, decimals=0)
+    yield judged(f"{name}, steps repeated", repeated, limit, missing, failed=failed, worst=True)
 
 
 def _bytes(result: SizeResult, kind: str, absent: Mapping[str, str]) -> Verdict:
@@ -82,7 +88,8 @@ def _bytes(result: SizeResult, kind: str, absent: Mapping[str, str]) -> Verdict:
     elif changes and needed is None:
         missing = "not worked out for this model"
     figures = [count / needed for count in moved] if needed else []
-    return judged(name, figures, Limit(value=1.05, decimals=3), missing, worst=True)
+    failed = _failed(result, [OURS])
+    return judged(name, figures, Limit(value=1.05, decimals=3), missing, failed=failed, worst=True)
 
 
 def _replicas(result: ReplicaResult | None, large: str, absent: Mapping[str, str]) -> Iterator[Verdict]:
@@ -93,6 +100,10 @@ def _replicas(result: ReplicaResult | None, large: str, absent: Mapping[str, str
     off = [float(sum(result.off))] if result else []
     limit = Limit(value=0, decimals=0)
     yield judged(f"{name} off: seconds, bytes sent and bytes held", off, limit, missing, worst=True)
+
+
+def _failed(result: SizeResult, names: Sequence[str]) -> str | None:
+    return next((result.failures[name] for name in names if name in result.failures), None)
 
 
 def _missing(result: SizeResult, names: Sequence[str], absent: Mapping[str, str]) -> str:

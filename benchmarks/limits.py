@@ -31,16 +31,27 @@ class Limit:
 
 
 def judged(
-    name: str, figures: Sequence[float], limit: Limit, missing: str, *, worst: bool = False
+    name: str,
+    figures: Sequence[float],
+    limit: Limit,
+    missing: str,
+    *,
+    failed: str | None = None,
+    worst: bool = False,
 ) -> Verdict:
-    """The median of the rounds' figures against the limit, or the worst. missing: why there are none."""
+    """The median of the rounds' figures against the limit, or the worst.
+
+    missing  why there are none
+    failed   why there are not as many as there should be: fewer are not enough to be ok
+    """
     if not figures:
-        return not_measured(name, limit, missing)
+        return not_measured(name, limit, failed or missing)
     rounds = " ".join(f"{figure:.{limit.decimals}f}" for figure in figures)
     figure = (min(figures) if limit.at_least else max(figures)) if worst else statistics.median(figures)
     how = "worst" if worst else "median"
     measured = f"{limit.shown(figure)} ({how} of {rounds})" if len(figures) > 1 else limit.shown(figure)
-    return Verdict(name, measured, str(limit), "ok" if limit.met(figure) else "short")
+    met = "ok" if failed is None else f"not measured in every round ({failed})"
+    return Verdict(name, measured, str(limit), met if limit.met(figure) else "short")
 
 
 def not_measured(name: str, limit: Limit, missing: str) -> Verdict:

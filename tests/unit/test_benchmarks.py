@@ -62,6 +62,26 @@ def test_the_floor_is_judged_at_two_ranks_only() -> None:
     assert bar(name).judge([four], {}).outcome == "not measured (not in this run)"
 
 
+def test_a_cell_that_failed_is_not_passed_over() -> None:
+    good = RunResult(RUN, {"ddp": [cell(1.5)], "stage 2": [cell(1.0)]})
+    failed = RunResult(replace(RUN, size="124M"), {"ddp": [cell(1.5)]}, {"stage 2": "RuntimeError: no"})
+    verdict = bar("fp32 stage 2, tokens/s over DDP").judge([good, failed], {})
+    assert verdict.measured == "1.50 (10M N=2)"
+    assert verdict.outcome == "not measured everywhere (124M N=2: RuntimeError: no)"
+    slow = RunResult(RUN, {"ddp": [cell(1.1)], "stage 2": [cell(1.0)]})
+    assert bar("fp32 stage 2, tokens/s over DDP").judge([slow, failed], {}).outcome == "short"
+
+
+def test_a_floor_that_is_slower_than_the_engine_proves_nothing() -> None:
+    name = "fp32 stage 1, step time over the floor's at N=2"
+    disturbed = RunResult(RUN, {"stage 1": [cell(0.9)], "floor": [cell(1.0)]})
+    verdict = bar(name).judge([disturbed], {})
+    assert verdict.measured == "0.90, below 1: disturbed (10M N=2)"
+    assert verdict.outcome == "not measured (every cell was disturbed)"
+    other = RunResult(replace(RUN, size="50M"), {"stage 1": [cell(1.2)], "floor": [cell(1.0)]})
+    assert bar(name).judge([disturbed, other], {}).outcome == "short"
+
+
 def test_what_is_missing_has_its_reason() -> None:
     name = "fp32 stage 1, tokens/s over DeepSpeed stage 1"
     result = RunResult(RUN, {"stage 1": [cell(1.0)]}, {"deepspeed 1": "RuntimeError: no"})

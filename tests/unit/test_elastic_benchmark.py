@@ -22,6 +22,7 @@ from benchmarks.elastic_timeline import (
     steps_done,
 )
 from benchmarks.first_touch import Touched
+from benchmarks.limits import Limit, judged
 from zero_core.layout import ParameterSpec, build_layout
 
 LARGE = "1M"
@@ -154,6 +155,16 @@ def test_a_limit_that_is_to_be_kept_under_is_not_met_by_itself() -> None:
     name = f"{SCALAR}, pause of shrink 4 -> 2"
     assert outcomes(result(SCALAR, [[change(SHRINK, 0.3)]], []))[name] == "short"
     assert outcomes(result(SCALAR, [[change(SHRINK, 0.29)]], []))[name] == "ok"
+
+
+def test_rounds_that_failed_are_not_passed_over() -> None:
+    limit = Limit(value=2)
+    assert judged("time", [1.0], limit, "").outcome == "ok"
+    assert (
+        judged("time", [1.0], limit, "", failed="it died").outcome == "not measured in every round (it died)"
+    )
+    assert judged("time", [3.0], limit, "", failed="it died").outcome == "short"
+    assert judged("time", [], limit, "", failed="it died").outcome == "not measured (it died)"
 
 
 def test_steps_repeated_are_judged_by_the_worst_round() -> None:
