@@ -123,7 +123,7 @@ def _norm(config: ZeroConfig) -> float:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_norm_counts_every_element_once(world: int) -> None:
-    """E5 (PyTorch issue 88955): replicated parameters were counted once for each rank.
+    """E5 (PyTorch issue 88955), E6 (VeOmni issue 184): replicated parameters were counted once for each rank.
 
     E7 (DeepSpeed issue 8475): norms were averaged over ranks that own different parameters, which made 7.2
     of the square root of 120.

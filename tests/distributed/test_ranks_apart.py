@@ -179,7 +179,7 @@ def slowed(rank: int, world: int, stage: int, slow: bool) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_buffer_is_written_while_a_slow_rank_reads_it(stage: int) -> None:
-    """The kind of PyTorch issues 180889 and 179443, with ranks in place of streams."""
+    """The kind of E19 (PyTorch issues 180889 and 179443), with ranks in place of streams."""
     plain = run_ranks(3, slowed, stage, False)[0]
     for got in run_ranks(3, slowed, stage, True):
         assert got == plain

@@ -194,7 +194,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 def test_the_estimate_is_the_budget_but_for_named_rounding(
     layout: Layout, stage: Any, precision: Any, micro_batches: int, reproducible: bool
 ) -> None:
-    """To the byte: parts, rounding to tiles and volume; padding lies beside."""
+    """E22 (DeepSpeed 5102): to the byte, parts, rounding to tiles and volume; padding lies beside."""
     config = ZeroConfig(
         stage=stage, precision=precision, micro_batches=micro_batches, reproducible=reproducible
     )
