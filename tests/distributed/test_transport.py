@@ -72,7 +72,7 @@ def settings_compared(rank: int, world: int, stage: int, precision: str) -> dict
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_way_of_exchange_changes_no_bit(stage: int) -> None:
-    """Overlap on or off, pieces of any size, memory or network, gathered ahead or not (E18: DeepSpeed 5545)."""
+    """E18 (DeepSpeed 5545): overlapped or not, pieces of any size, memory or network, gathered ahead."""
     for precision in ("fp32", "bf16"):
         for counted in run_ranks(3, settings_compared, stage, precision, timeout_s=120):
             assert counted == {"near": 0, "far": 0}
@@ -151,7 +151,7 @@ def diverging(rank: int, world: int, transport: str, turns: list[list[int]]) -> 
 def test_ranks_that_differ_get_an_error_that_names_rank_and_unit(
     transport: str, turns: list[list[int]]
 ) -> None:
-    """E11, other branches (PyTorch 170667, 171355), and E12, other numbers of calls (DeepSpeed 7998, 8262)."""
+    """E11 (PyTorch 170667, 171355): other branches. E12 (DeepSpeed 7998, 8262): other numbers of calls."""
     messages = run_ranks(2, diverging, transport, turns, timeout_s=30)
     named = [m for m in messages if m.startswith("DivergenceError")]
     assert named, messages
