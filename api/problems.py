@@ -29,6 +29,7 @@ STATUS: Mapping[type[errors.ServiceError], int] = {
     errors.ImpossibleResize: 409,
     errors.DoesNotFit: 409,
     errors.Conflict: 412,
+    errors.KeyReused: 409,
     errors.DamagedCheckpoint: 409,
     errors.Busy: 503,
     errors.ClusterUnavailable: 503,

@@ -52,7 +52,6 @@ _FURTHER_CODES = (
     ("checkpoints_unreachable", 422, "The service cannot read the place of the job's checkpoints."),
     ("unknown_route", 404, "Nothing is served under the path."),
     ("invalid_cursor", 422, "The cursor is not one that a page of jobs returned."),
-    ("idempotency_conflict", 412, "The idempotency key was used with another specification."),
     ("malformed_json", 400, "The body is not JSON."),
     ("unauthorized", 401, "The token is missing or wrong."),
     ("foreign_host", 403, "The Host header names a host that is not served (setting `allowed_hosts`)."),

@@ -7,7 +7,8 @@
     |- WrongState           wrong_state, node_gone, head_node
     |- ImpossibleResize     impossible_resize
     |- DoesNotFit           job_does_not_fit
-    |- Conflict             version_conflict, idempotency_conflict
+    |- Conflict             version_conflict
+    |- KeyReused            idempotency_conflict
     |- DamagedCheckpoint    damaged_checkpoint
     |- Busy                 busy
     |- ClusterUnavailable   cluster_unavailable
@@ -85,6 +86,12 @@ class Conflict(ServiceError):
     """Someone else was first."""
 
     default_code = "version_conflict"
+
+
+class KeyReused(ServiceError):
+    """The idempotency key was used with another specification."""
+
+    default_code = "idempotency_conflict"
 
 
 class DamagedCheckpoint(ServiceError):

@@ -32,7 +32,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from service.errors import Conflict, InvalidRequest, NotFound, StoreError
+from service.errors import Conflict, InvalidRequest, KeyReused, NotFound, StoreError
 from service.jobs import Job, JobState, Note, Outcome, observed
 from service.tables import SCHEMA_VERSION, Base, JobRow, RankLatestRow, SchemaRow, TimelineRow
 from workers.reports import Event, RankReport
@@ -106,7 +106,7 @@ class Store:
     def create(self, outcome: Outcome, *, idempotency_key: str | None = None) -> tuple[Job, bool]:
         """Store a new job; with a key that was used before, return the first job and False.
 
-        Raises Conflict (idempotency_conflict) where the key came with another specification.
+        Raises KeyReused where the key came with another specification.
         """
         job = outcome.job
         scoped = None if idempotency_key is None else _scoped(job.submitted_by, idempotency_key)
@@ -122,7 +122,7 @@ class Store:
         return job, True
 
     def submitted_before(self, spec: JobSpec, *, who: str, idempotency_key: str) -> Job | None:
-        """The job that `who` submitted under this key, if any. Raises Conflict as `create` does."""
+        """The job that `who` submitted under this key, if any. Raises KeyReused as `create` does."""
         first = self._by_key(_scoped(who, idempotency_key))
         return None if first is None else _same_submission(first, spec, idempotency_key)
 
@@ -401,10 +401,9 @@ def _scoped(who: str, idempotency_key: str) -> str:
 def _same_submission(first: Job, spec: JobSpec, idempotency_key: str | None) -> Job:
     if first.spec == spec:
         return first
-    raise Conflict(
+    raise KeyReused(
         f"the idempotency key {idempotency_key!r} was used for job {first.id} with another specification; "
         "use a new key for a new job",
-        code="idempotency_conflict",
         details={"job_id": first.id},
     )
 

@@ -78,7 +78,8 @@ def test_a_repeated_submission_returns_the_first_job(service: Running) -> None:
     assert service.client.submit(SPEC, idempotency_key="twice").id != first.id
     headers = {**BEARER, "Idempotency-Key": "once", "X-Requested-By": "tester"}
     answer = service.http.post("/v1/jobs", json=SPEC | {"steps": 21}, headers=headers)
-    assert answer.json()["code"] == "idempotency_conflict"
+    assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_conflict")
+    assert first.id in answer.json()["detail"]
 
 
 def test_pages_of_jobs(service: Running) -> None:

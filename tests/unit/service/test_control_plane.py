@@ -14,6 +14,7 @@ from service.errors import (
     DoesNotFit,
     ImpossibleResize,
     InvalidRequest,
+    KeyReused,
     NotFound,
     WrongState,
 )
@@ -80,7 +81,7 @@ def test_cancel_of_a_queued_job_is_immediate(plane: ControlPlane) -> None:
 def test_the_same_submission_returns_the_first_job(plane: ControlPlane) -> None:
     first = plane.submit(spec_of(), who="ann", idempotency_key="k")
     assert plane.submit(spec_of(), who="ann", idempotency_key="k").id == first.id
-    with pytest.raises(Conflict):
+    with pytest.raises(KeyReused):
         plane.submit(spec_of(steps=7), who="ann", idempotency_key="k")
     with pytest.raises(InvalidRequest):
         plane.submit(spec_of(), who="ann", idempotency_key="k" * 201)

@@ -10,7 +10,7 @@ from sqlalchemy import Dialect, create_mock_engine
 from sqlalchemy.dialects import postgresql
 
 from service import jobs
-from service.errors import Conflict, InvalidRequest, NotFound, StoreError, WrongState
+from service.errors import Conflict, InvalidRequest, KeyReused, NotFound, StoreError, WrongState
 from service.jobs import Job, JobState, Note, Outcome
 from service.store import Store
 from service.tables import Base
@@ -52,7 +52,7 @@ def test_the_same_key_returns_the_first_job(store: Store) -> None:
 
 def test_the_same_key_with_another_spec_is_a_conflict(store: Store) -> None:
     create(store, "job-1", key="k")
-    with pytest.raises(Conflict) as caught:
+    with pytest.raises(KeyReused) as caught:
         create(store, "job-2", key="k", spec=spec_of(steps=7))
     assert caught.value.code == "idempotency_conflict"
 
