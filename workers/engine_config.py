@@ -7,6 +7,15 @@ from workers.spec import JobSpec
 from zero_core.config import LossScale, ScheduleConfig, ZeroConfig
 
 
+def saves_behind(spec: JobSpec) -> bool:
+    """Whether any checkpoint of the job is written while it trains on, from a copy of the states.
+
+    Those of an interval are; the last one, a pause's and one on demand are waited for.
+    """
+    every = spec.checkpoints.every_steps
+    return spec.checkpoints.asynchronous and every is not None and every < spec.steps
+
+
 def engine_config(spec: JobSpec) -> ZeroConfig:
     """The engine's settings for the job, whatever its world size."""
     schedule = spec.schedule
