@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +255,34 @@ def save_beside_what_is_there(rank: int, world: int, root: Path) -> None:
 def test_nothing_is_written_over_what_is_there(tmp_path: Path) -> None:
     """K15 (DCP): no new data under old metadata."""
     run_ranks(1, save_beside_what_is_there, tmp_path)
+
+
+def be_killed_while_saving(rank: int, world: int, root: Path) -> None:
+    engine, files = make(2), SlowFiles()
+    saver = Saver(lambda _: None)
+    train(engine)
+    saver.begin(engine, root, extra={}, generation=1, fenced=True)
+    saver.wait()
+    train(engine)
+    saver.begin(engine, LocalStore(root, files), extra={}, generation=1, fenced=True)
+    assert saver.busy  # and is, when the process ends
+
+
+def test_nothing_is_left_of_a_save_whose_writers_were_killed(tmp_path: Path) -> None:
+    ways: dict[str, Callable[[Path], object]] = {
+        "the job has ended": manifest.clear_unfinished,
+        "another group goes on": lambda root: manifest.open_generation(root, 2),
+    }
+    for name, clear in ways.items():
+        root = tmp_path / name
+        manifest.open_generation(root, 1)
+        run_ranks(2, be_killed_while_saving, root)
+        (left,) = manifest.staging(root, 1).iterdir()
+        assert left.name.startswith(".saving-step-00000002.g0001-")
+        clear(root)
+        assert not left.exists()
+        assert [info.step for info in manifest.scan(root)] == [1]
+        assert not [path for path in root.rglob("*") if path.name.startswith(manifest.SAVING)]
 
 
 def account_for_the_copy(rank: int, world: int, root: Path, stage: int, precision: str) -> None:
