@@ -166,7 +166,7 @@ def of_job(spec: JobSpec, *, workers: int | None = None, device_bytes: int | Non
     if device_bytes is not None:
         facts["device_bytes"] = device_bytes
     stages = {
-        int(stage): _of_budget(budget, training, int(stage), device_bytes)
+        int(stage): _of_budget(budget, training, int(stage), device_bytes, gpus=spec.resources.gpus > 0)
         for stage, budget in found.stages.items()
     }
     return StagePlans(facts, stages, found.notes)
@@ -246,8 +246,12 @@ def _check_positive(options: Mapping[str, Any]) -> None:
             raise WrongUsage(f"{name} is {value}; it must be at least 1")
 
 
-def _of_budget(found: StageBudget, training: Training, stage: int, device_bytes: int | None) -> StagePlan:
+def _of_budget(
+    found: StageBudget, training: Training, stage: int, device_bytes: int | None, *, gpus: bool
+) -> StagePlan:
+    """`gpus`: whether the device is one, on which copies in host memory take no room."""
     budget = found.largest
+    beside = budget.total - budget.model_states - (budget.host_bytes if gpus else 0)
     return StagePlan(
         budget.parameters,
         budget.gradients,
@@ -259,9 +263,10 @@ def _of_budget(found: StageBudget, training: Training, stage: int, device_bytes:
             "communication_buffer": budget.communication_buffers,
             "activation": budget.activations,
             "replicas": budget.replicas,
+            "save_copy": budget.save_copy,
         },
         total_bytes=budget.total,
-        largest_model=_largest(device_bytes, budget.total - budget.model_states, training, stage),
+        largest_model=_largest(device_bytes, beside, training, stage),
     )
 
 

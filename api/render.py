@@ -35,10 +35,12 @@ _CATEGORIES: tuple[tuple[str, str], ...] = (
     ("activations", "activ"),
     ("padding", "pad"),
     ("replicas", "repl"),
+    ("save_copy", "save"),
     ("unattributed", "other"),
 )
 _TRANSPORTS: Mapping[str, str] = {"shared": "in shared memory", "network": "over network"}
-
+_OPTIONAL = frozenset({"replicas", "save_copy"})
+"""Categories that have a column where any rank has bytes of them."""
 
 _BESIDE: Mapping[str, str] = {
     "tile_rounding": " of them, tile rounding",
@@ -46,6 +48,7 @@ _BESIDE: Mapping[str, str] = {
     "communication_buffer": "communication buffers",
     "activation": "activations",
     "replicas": "replicas",
+    "save_copy": "copy for checkpoints",
 }
 
 
@@ -125,8 +128,13 @@ def memory_table(ranks: Sequence[ReportOut]) -> Table:
     table.add_column("rank", justify="right")
     table.add_column("tokens/s", justify="right", no_wrap=True)
     table.add_column("step", justify="right")
-    replicated = any(report.memory.replicas or report.predicted.replicas for report in ranks)
-    categories = [one for one in _CATEGORIES if replicated or one[0] != "replicas"]
+    used = {
+        name
+        for name, _ in _CATEGORIES
+        for report in ranks
+        if name not in _OPTIONAL or getattr(report.memory, name) or getattr(report.predicted, name)
+    }
+    categories = [one for one in _CATEGORIES if one[0] in used]
     for _, heading in categories:
         table.add_column(heading, justify="right")
     table.add_column("resident", justify="right")
@@ -164,7 +172,7 @@ def plan_table(plan: PlanOut) -> RenderableType:
         return Group(*lines)
     table = Table("each rank", Column("MiB", justify="right"), box=None, pad_edge=False)
     rows = [(name, getattr(plan.per_rank, name)) for name, _ in _CATEGORIES[:-1]]
-    rows += [("together", plan.per_rank.total), ("the process, its copy for checkpoints", plan.process_bytes)]
+    rows += [("together", plan.per_rank.total), ("the process", plan.process_bytes)]
     for name, size in rows:
         table.add_row(name.replace("_", " "), f"{size / _MIB:,.2f}")
     return Group(*lines, Text(f"{plan.parameters:,} parameters"), table)

@@ -390,6 +390,9 @@ class BudgetOut(_Wire):
     activations: int
     padding: int
     replicas: int = Field(description="Copies of the rank's states in host memory, for when it is lost.")
+    save_copy: int = Field(
+        description="Copy of its states in host memory, from which checkpoints are written while it trains."
+    )
     total: int
 
 

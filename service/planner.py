@@ -11,18 +11,15 @@ from service.cluster import ClusterView
 from service.errors import ImpossibleResize, InvalidRequest
 from service.jobs import check_workers
 from service.scheduler import Room, describe, total_room
-from workers.engine_config import engine_config
+from workers.engine_config import engine_config, saves_behind
 from workers.model_shapes import gpt_activation_bytes, gpt_parameters, gpt_unit_of
 from workers.spec import GPTModel, JobSpec, Resources
-from zero_core.budget import Budget, predict, tile_rounding, wire_elements
-from zero_core.config import Stage
+from zero_core.budget import Budget, predict, save_copy_bytes, tile_rounding, wire_elements
+from zero_core.config import Stage, ZeroConfig
 from zero_core.layout import Layout, build_layout
 
 PROCESS_BYTES = 300 << 20
 """What a worker process takes on the host before it holds a model: Python, torch and Ray."""
-
-_STATE_BYTES = 4
-"""Masters and moments are fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +29,7 @@ class Plan:
     known          whether the model's parameters are known before it runs
     parameters     psi, tied ones counted once; None where unknown
     per_rank       bytes by category of rank 0, which holds the most; None where unknown
-    process_bytes  what a worker takes on the host beside the budget: its process, and the copy of its states
-                   from which checkpoints are written while it trains
+    process_bytes  what a worker takes on the host beside the budget: its process
     fits           whether nothing speaks against it
     reasons        what does, with the numbers
     notes          what could not be checked
@@ -56,17 +52,16 @@ def plan(spec: JobSpec, view: ClusterView | None, *, workers: int | None = None)
     """
     n = workers or spec.workers.wanted
     layout = _layout(spec, n)
-    budget = None if layout is None else _budget(spec, layout)
-    beside = PROCESS_BYTES + (0 if layout is None else copy_bytes(spec, layout))
-    reasons, notes = _own_memory(spec, budget, beside), _unchecked(spec, budget, view)
+    budget = None if layout is None else _budget(spec, layout, engine_config(spec))
+    reasons, notes = _own_memory(spec, budget), _unchecked(spec, budget, view)
     if view is not None:
-        reasons += _places(spec, n, budget, beside, view)
+        reasons += _places(spec, n, budget, view)
     return Plan(
         workers=n,
         known=budget is not None,
         parameters=None if layout is None else layout.numel(),
         per_rank=budget,
-        process_bytes=beside,
+        process_bytes=PROCESS_BYTES,
         fits=not reasons,
         reasons=tuple(reasons),
         notes=tuple(notes),
@@ -123,7 +118,7 @@ def every_stage(spec: JobSpec, *, workers: int | None = None) -> StageBudgets:
         own = engine_config(spec)
         config = replace(own, stage=stage, keep_gathered_bytes=own.keep_gathered_bytes if stage == 3 else 0)
         stages[stage] = StageBudget(
-            predict(layout, config, 0, activation_bytes=_activations(spec)),
+            _budget(spec, layout, config),
             tile_rounding(layout, config, 0),
             wire_elements(layout, config),
         )
@@ -153,8 +148,9 @@ def _layout(spec: JobSpec, workers: int) -> Layout | None:
     )
 
 
-def _budget(spec: JobSpec, layout: Layout) -> Budget:
-    return predict(layout, engine_config(spec), 0, activation_bytes=_activations(spec))
+def _budget(spec: JobSpec, layout: Layout, config: ZeroConfig) -> Budget:
+    copied = save_copy_bytes(layout, config, 0) if saves_behind(spec) else 0
+    return predict(layout, config, 0, activation_bytes=_activations(spec), save_copy=copied)
 
 
 def _activations(spec: JobSpec) -> int:
@@ -168,32 +164,25 @@ def _activations(spec: JobSpec) -> int:
     )
 
 
-def copy_bytes(spec: JobSpec, layout: Layout) -> int:
-    """What rank 0 copies before a checkpoint is written behind the training: its part of the states."""
-    if not spec.checkpoints.asynchronous or spec.checkpoints.every_steps is None:
-        return 0
-    kinds = 1 + len(engine_config(spec).optimizer.moments)
-    parts = (layout.owned(index, 0) for index in range(len(layout.units)))
-    return sum(stop - start for start, stop in parts) * kinds * _STATE_BYTES
+def _host_bytes(resources: Resources, budget: Budget | None) -> int:
+    """Host memory of one worker; most of its budget lies on the device where it has one."""
+    if budget is None:
+        return PROCESS_BYTES
+    return PROCESS_BYTES + (budget.host_bytes if resources.gpus else budget.total)
 
 
-def _host_bytes(resources: Resources, budget: Budget | None, beside: int) -> int:
-    """Host memory of one worker; its budget lies on the device where it has one."""
-    return beside + (budget.total if budget is not None and not resources.gpus else 0)
-
-
-def _own_memory(spec: JobSpec, budget: Budget | None, beside: int) -> list[str]:
+def _own_memory(spec: JobSpec, budget: Budget | None) -> list[str]:
     reserved = spec.resources.memory_bytes
-    needed = _host_bytes(spec.resources, budget, beside)
+    needed = _host_bytes(spec.resources, budget)
     if reserved is None or needed <= reserved:
         return []
     return [
-        f"a rank needs {needed:,} bytes ({_parts(budget, beside)}) and resources.memory_bytes reserves "
+        f"a rank needs {needed:,} bytes ({_parts(budget)}) and resources.memory_bytes reserves "
         f"{reserved:,}; reserve more, ask for more workers or a higher zero.stage"
     ]
 
 
-def _places(spec: JobSpec, workers: int, budget: Budget | None, beside: int, view: ClusterView) -> list[str]:
+def _places(spec: JobSpec, workers: int, budget: Budget | None, view: ClusterView) -> list[str]:
     """What stands against so many workers on these nodes, were they otherwise empty."""
     resources, nodes = spec.resources, total_room(view)
     places = sum(room.workers(resources) for room in nodes)
@@ -202,11 +191,11 @@ def _places(spec: JobSpec, workers: int, budget: Budget | None, beside: int, vie
             f"{describe(spec, workers)} are more than the cluster's {len(nodes)} nodes have: "
             f"{_listed(nodes)}; there is place for {places}"
         ]
-    needed = _host_bytes(resources, budget, beside)
+    needed = _host_bytes(resources, budget)
     roomy = sum(min(room.workers(resources), int(room.memory_bytes // needed)) for room in nodes)
     if workers > roomy:
         return [
-            f"{workers} ranks of {needed:,} bytes each ({_parts(budget, beside)}) are more than the memory "
+            f"{workers} ranks of {needed:,} bytes each ({_parts(budget)}) are more than the memory "
             f"of the cluster's {len(nodes)} nodes: {_listed(nodes)}; there is memory for {roomy}; "
             "a higher zero.stage or a smaller micro_batch takes less"
         ]
@@ -224,15 +213,14 @@ def _unchecked(spec: JobSpec, budget: Budget | None, view: ClusterView | None) -
     return notes
 
 
-def _parts(budget: Budget | None, beside: int) -> str:
+def _parts(budget: Budget | None) -> str:
     if budget is None:
         return f"process {PROCESS_BYTES:,}, the model unknown"
-    copy = f", copy for checkpoints {beside - PROCESS_BYTES:,}" if beside > PROCESS_BYTES else ""
     return (
         f"parameters {budget.parameters:,}, gradients {budget.gradients:,}, "
         f"optimizer states {budget.optimizer_states:,}, buffers {budget.communication_buffers:,}, "
         f"activations {budget.activations:,}, padding {budget.padding:,}, replicas {budget.replicas:,}, "
-        f"process {PROCESS_BYTES:,}{copy}"
+        f"copy for checkpoints {budget.save_copy:,}, process {PROCESS_BYTES:,}"
     )
 
 

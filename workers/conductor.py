@@ -44,6 +44,7 @@ from workers.protocol import Begun, Wish
 from workers.reports import Phase
 from workers.spec import JobSpec
 from zero_core.checkpoint import manifest
+from zero_core.errors import CheckpointError
 
 GROWN_BACK = "grown back"
 ASKED_FOR = "asked for"
@@ -199,6 +200,11 @@ class Conductor:
         left = self._group.release(self._limits.release_s)
         if left:
             reason = f"{reason or phase}; not seen to be gone: workers {', '.join(left)}"
+        elif phase.final:  # nobody writes any more
+            try:
+                manifest.clear_unfinished(self._checkpoints)
+            except (OSError, CheckpointError) as error:
+                reason = f"{reason or phase}; what an unfinished save left stays: {error}"
         if crash:
             self._event("error", crash)
         if phase.final:

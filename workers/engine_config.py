@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from workers.spec import JobSpec  # which has each specification translated as it is read
 
 
+def saves_behind(spec: "JobSpec") -> bool:
+    """Whether any checkpoint of the job is written while it trains on, from a copy of the states.
+
+    Those of an interval are; the last one, a pause's and one on demand are waited for.
+    """
+    every = spec.checkpoints.every_steps
+    return spec.checkpoints.asynchronous and every is not None and every < spec.steps
+
+
 def engine_config(spec: "JobSpec") -> ZeroConfig:
     """The engine's settings for the job, whatever its world size."""
     schedule = spec.schedule

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workers.data import Batches
-from workers.engine_config import engine_config
+from workers.engine_config import engine_config, saves_behind
 from workers.errors import DivergedError, ModelError
 from workers.model_shapes import gpt_activation_bytes
 from workers.order import mix
@@ -129,6 +129,9 @@ class TrainingLoop:
         self._wall = wall
         self._memory: tuple[MemoryUse, int] | None = None
         self._memory_at = -math.inf
+        self._behind = saves_behind(spec)
+        if self._behind:
+            saves.serve(engine)
         self._predicted = _predicted(engine, spec)
 
     def run(self) -> Outcome:
@@ -231,7 +234,7 @@ class TrainingLoop:
                     seed=self._spec.seed,
                     keep=checkpoints.keep,
                     keep_every=checkpoints.keep_every,
-                    behind=checkpoints.asynchronous and reason in _BEHIND,
+                    behind=self._behind and reason in _BEHIND,
                     must=reason in _MUST,
                     owed=owed,
                 ),
@@ -280,6 +283,7 @@ class TrainingLoop:
                 activations=measured.activations,
                 padding=measured.padding,
                 replicas=measured.replicas,
+                save_copy=measured.save_copy,
                 unattributed=measured.unattributed,
                 checkpoints=measured.checkpoints,
                 recomputed=measured.recomputed,
@@ -314,4 +318,5 @@ def _predicted(engine: ZeroEngine, spec: JobSpec) -> MemoryUse:
         activations=activations,
         padding=budget.padding,
         replicas=budget.replicas,
+        save_copy=budget.save_copy,
     )

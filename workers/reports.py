@@ -52,6 +52,11 @@ class MemoryUse(_Wire):
         0,
         description="Copies of this rank's states for others, and those it keeps for ranks of other hosts.",
     )
+    save_copy: int = Field(
+        0,
+        description="Copy of this rank's states from which checkpoints are written behind the training, kept "
+        "from the first one on.",
+    )
     checkpoints: int = Field(
         0, description="Of `activations`: inputs of layers that are computed again; 0 in a prediction."
     )

@@ -102,6 +102,12 @@ class Saves:
         with self._lock:
             return self._open is not None
 
+    def serve(self, engine: ZeroEngine) -> None:
+        """Have the engine's account of its memory count what saves behind the training copy."""
+        if self._saver is None:
+            self._saver = Saver(self._done)
+        self._saver.serve(engine)
+
     def save(self, engine: ZeroEngine, order: Order) -> None:
         """Take a checkpoint; returns when it is committed, or as soon as training may go on (`behind`).
 

@@ -47,6 +47,7 @@ class Accounts:
         baseline, device = self.peak.baseline, self.collectives.device
         resident, checkpoints = resident_bytes(device), self.checkpoints
         block = 0 if self.offloaded else checkpoints.reserved_bytes
+        copied = self.peak.save_copy.held()
         return MemoryReport(
             parameters=parameters,
             gradients=self.reducer.held_bytes,
@@ -61,7 +62,8 @@ class Accounts:
             recomputed=self.saved.recomputed,
             host_checkpoints=checkpoints.held_bytes if self.offloaded else 0,
             fragmentation=fragmentation_bytes(
-                device, resident=resident, baseline=baseline, held=held + block
+                device, resident=resident, baseline=baseline, held=held + block + copied
             ),
             replicas=self.live.replica_bytes,
+            save_copy=copied,
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zero_core import estimate
 from zero_core.config import ITEM_BYTES, OptimizerConfig, ZeroConfig
-from zero_core.estimate import Formula, gradient_sum_bytes, wire_volume
+from zero_core.estimate import Formula, gradient_sum_bytes, saved_bytes, wire_volume
 from zero_core.layout import Layout
 from zero_core.residency import buffer_bytes, gathered_buffers, gradient_buffers, item_bytes, kept_gathered
 
@@ -30,7 +30,8 @@ class Budget:
 
     `padding` names what rounds up and is not included elsewhere: units to whole chunks in the buffers of
     `parameters` and `gradients`, the pieces of the block that holds `optimizer_states` to 64 bytes.
-    `activations` is what the caller says the model saves. `replicas` are copies of states in host memory.
+    `activations` is what the caller says the model saves. `replicas` are copies of states in host memory, and
+    so is `save_copy`, from which checkpoints are written behind the training.
     """
 
     parameters: int
@@ -40,6 +41,7 @@ class Budget:
     activations: int
     padding: int
     replicas: int = 0
+    save_copy: int = 0
 
     @property
     def model_states(self) -> int:
@@ -49,7 +51,12 @@ class Budget:
     @property
     def total(self) -> int:
         held = self.model_states + self.communication_buffers + self.activations + self.padding
-        return held + self.replicas
+        return held + self.host_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What lies in host memory also where the rest is on a device."""
+        return self.replicas + self.save_copy
 
 
 def rounds(micro_batches: int, world_size: int) -> int:
@@ -65,11 +72,13 @@ def predict(
     activation_bytes: int = 0,
     buffer_bytes: int = 0,
     keeps: Sequence[int] = (),
+    save_copy: int = 0,
 ) -> Budget:
     """The bytes `rank` will hold under `layout`, which carries the world size.
 
     buffer_bytes  of the model's persistent buffers, each rounded up to 64; replicas hold them too
     keeps         ranks of other hosts whose replicas it keeps; those of its own host take no memory here
+    save_copy     what saves behind the training copy, see `save_copy_bytes`; 0 without any
     """
     formula = _formula(layout, config)
     parameters = gradients = optimizer = padding = 0
@@ -90,7 +99,9 @@ def predict(
     if replicates(layout, config, buffer_bytes=buffer_bytes):
         replicas = sum(region_bytes(layout, config, r, buffer_bytes=buffer_bytes) for r in (rank, *keeps))
     communication = _communication(layout, config)
-    return Budget(parameters, gradients, optimizer, communication, activation_bytes, padding, replicas)
+    return Budget(
+        parameters, gradients, optimizer, communication, activation_bytes, padding, replicas, save_copy
+    )
 
 
 def optimizer_bytes(precision: str, optimizer: OptimizerConfig) -> int:
@@ -158,6 +169,20 @@ def region_bytes(layout: Layout, config: ZeroConfig, rank: int, *, buffer_bytes:
             frozen = frozen or SLOT_HEADER_BYTES
             frozen += aligned((stop - start) * item_bytes(unit.dtype, config.precision))
     return 2 * slot + frozen
+
+
+def save_copy_bytes(layout: Layout, config: ZeroConfig, rank: int, *, buffer_bytes: int = 0) -> int:
+    """What `rank` copies to host memory for a save behind the training: the tensors of its files.
+
+    Masters and moments of what it owns, frozen elements as they are held; on rank 0 also the model's
+    persistent buffers, of `buffer_bytes` in all.
+    """
+    total = 0 if rank else buffer_bytes
+    for index, unit in enumerate(layout.units):
+        start, stop = layout.owned(index, rank)
+        trained = saved_bytes(len(config.optimizer.moments))
+        total += (stop - start) * (trained if unit.trainable else item_bytes(unit.dtype, config.precision))
+    return total
 
 
 def exchange_bytes(layout: Layout, config: ZeroConfig, rank: int) -> int:

@@ -11,8 +11,8 @@ It knows nothing of data, checkpoints' files or where ranks run.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -218,12 +218,12 @@ class ZeroEngine:
         recomputes = self.config.activation_checkpointing == "unit"
         exclude = {u.full.untyped_storage().data_ptr() for u in self.units if u.full is not None}
         self._saved = SavedTensors(exclude, recomputes=recomputes)
-        self._peak = PeakSampler(self.device, baseline)
+        self.peak = PeakSampler(self.device, baseline)
         self._hooks = SavingHooks(
             self._saved,
             self._gatherer,
             always=recomputes or self.config.stage == 3,
-            due=lambda: self._peak.due(self.steps_done),
+            due=lambda: self.peak.due(self.steps_done),
         )
         self._recomputation = Recomputation(
             self._checkpoints,
@@ -232,7 +232,7 @@ class ZeroEngine:
             pack=self._hooks.pack,
             unpack=self._hooks.unpack,
             in_unit=lambda tensor: self._gatherer.reference(tensor) is not None,
-            sample=lambda: self._peak.sample(self.steps_done),
+            sample=lambda: self.peak.sample(self.steps_done),
         )
         if recomputes:
             self._recomputation.install(self.module, self.units)
@@ -247,7 +247,7 @@ class ZeroEngine:
             checkpoints=self._checkpoints,
             offloaded=self.config.checkpoint_offload,
             saved=self._saved,
-            peak=self._peak,
+            peak=self.peak,
         )
 
     # -- what a training loop calls ---------------------------------------------------------------
@@ -290,7 +290,11 @@ class ZeroEngine:
         self._evaluating = not training
         self._gatherer.begin("forward" if training else "evaluation")
         try:
-            with self._timed("forward"), self._hooks.watching((args, kwargs)), self._products:
+            with (
+                self.collectives.ledger.timed_apart("forward"),
+                self._hooks.watching((args, kwargs)),
+                self._products,
+            ):
                 return self.module(*self._cast(args), **self._cast(kwargs))
         except BaseException:
             self._gatherer.release_all()
@@ -312,11 +316,11 @@ class ZeroEngine:
                 f"(M {self._total}, N {self.world_size}), and backward was called once more"
             )
         if self._saved.end():
-            self._peak.sample(self.steps_done)
+            self.peak.sample(self.steps_done)
         self._reducer.begin_micro_batch()
         self._gatherer.begin("backward")
         try:
-            with self._timed("backward"):
+            with self.collectives.ledger.timed_apart("backward"):
                 with self._products:
                     self._scaled(loss).backward()  # type: ignore[no-untyped-call]
                 self._reducer.end_micro_batch()
@@ -369,7 +373,7 @@ class ZeroEngine:
                 self.collectives, self._reducer.gradients, stage=self.config.stage
             )
             self._live.begin_update()
-            with self._timed("optimizer"):
+            with self.collectives.ledger.timed_apart("optimizer"):
                 self.optimizer.step(gradients, rates=by_group, divisor=scale / coefficient)
             self._live.end_update(self.steps_done + 1, whole=self.config.stage == 0)
         report = StepReport(
@@ -452,6 +456,7 @@ class ZeroEngine:
             activation_bytes=self._saved.peak,
             buffer_bytes=self._live.buffer_bytes,
             keeps=self._live.keeps,
+            save_copy=self.peak.save_copy.predicted,
         )
 
     def memory(self) -> MemoryReport:
@@ -585,16 +590,3 @@ class ZeroEngine:
             return value
         dtype = held_dtype("compute", self.config.precision)
         return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        """Time of a phase less that of the collectives inside it, which are counted for themselves."""
-        seconds = self.collectives.ledger.seconds
-        inside = seconds["reduce"] + seconds["gather"]
-        began = time.perf_counter()
-        try:
-            with self.collectives.ledger.within(phase):
-                yield
-        finally:
-            spent = seconds["reduce"] + seconds["gather"] - inside
-            seconds[phase] += time.perf_counter() - began - spent

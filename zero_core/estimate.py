@@ -88,6 +88,11 @@ def optimizer_bytes(item: int, moments: int) -> int:
     return FP32_BYTES * (moments + (item != FP32_BYTES))
 
 
+def saved_bytes(moments: int) -> int:
+    """Bytes of a trained element in a checkpoint, whatever the precision: its fp32 master and moments."""
+    return FP32_BYTES * (1 + moments)
+
+
 def gradient_sum_bytes(micro_batches: int, world_size: int, *, reproducible: bool = False) -> int:
     """Bytes of fp32 sums for an owned element: one over rounds; the reproducible tree has log2(M) of them."""
     if reproducible:

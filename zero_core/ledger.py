@@ -75,6 +75,19 @@ class Ledger:
             self.whereabouts.enter(outer, ended)
 
     @contextmanager
+    def timed_apart(self, phase: str) -> Iterator[None]:
+        """Be in a phase, and count its time less that of the collectives inside it, which have their own."""
+        seconds = self.seconds
+        inside = seconds["reduce"] + seconds["gather"]
+        began = time.perf_counter()
+        try:
+            with self.within(phase):
+                yield
+        finally:
+            spent = seconds["reduce"] + seconds["gather"] - inside
+            seconds[phase] += time.perf_counter() - began - spent
+
+    @contextmanager
     def within(self, phase: str, unit: int = -1) -> Iterator[None]:
         """Be in a phase, without counting its time."""
         outer = self._enter(phase, unit, time.perf_counter())

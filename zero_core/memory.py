@@ -6,10 +6,13 @@ allocated; `budget` says what it should have been.
 There are two accounts, of two moments, and no figure belongs to both:
 
     at the peak    peak - baseline = model states + buffers + padding + replicas + activations + unattributed
-    now (CPU)      resident - baseline = the same + checkpoint block - activations + fragmentation
+    now (CPU)      resident - baseline = the same + save copy + checkpoint block - activations + fragmentation
     now (CUDA)     reserved = allocated + fragmentation
+
+The save copy is taken off the peak as it was at that moment: it may come, grow and go between two samples.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -32,6 +35,7 @@ class MemoryReport:
     baseline      occupied before the engine was built, less the model it was given
     unattributed  peak beyond the baseline that none of the categories explains; never negative
     replicas      slots that this rank's states are copied into, and those it keeps for ranks of other hosts
+    save_copy     host memory that saves behind the training copy this rank's states into
     fragmentation held by the allocator and in use for nothing. CUDA: reserved less allocated. CPU: `resident`
                   less the baseline and all that the engine holds now, between steps; never negative
     """
@@ -50,6 +54,7 @@ class MemoryReport:
     host_checkpoints: int = 0
     fragmentation: int = 0
     replicas: int = 0
+    save_copy: int = 0
 
     @property
     def model_states(self) -> int:
@@ -81,10 +86,28 @@ def fragmentation_bytes(device: torch.device, *, resident: int, baseline: int, h
     return max(0, resident - baseline - held)
 
 
+def _nothing() -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCopy:
+    """The copy of a rank's states from which checkpoints are written behind the training, in host memory.
+
+    predicted  bytes, from the first save on
+    held       gives those that there are now
+    """
+
+    predicted: int = 0
+    held: Callable[[], int] = _nothing
+
+
 class PeakSampler:
     """Samples the process where memory peaks: where most is saved for backward.
 
     Reading the set size costs milliseconds, so after the first steps only every twentieth is sampled.
+
+    peak  the most that was seen, less the save copy at that moment, which is no device's memory
     """
 
     _ALWAYS_STEPS = 3
@@ -94,6 +117,7 @@ class PeakSampler:
         self._device = device
         self.baseline = baseline
         self.peak = 0
+        self.save_copy = SaveCopy()
 
     def due(self, step: int) -> bool:
         """Whether memory is looked at in this step."""
@@ -104,7 +128,8 @@ class PeakSampler:
             if self._device.type == "cuda":
                 self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
             else:
-                self.peak = max(self.peak, resident_bytes(self._device))
+                beside = self.save_copy.held()
+                self.peak = max(self.peak, resident_bytes(self._device) - beside)
 
 
 class SavedTensors:

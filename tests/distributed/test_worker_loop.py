@@ -1,5 +1,6 @@
 """The training loop and the rendezvous on real gloo groups."""
 
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from service import planner
 from tests.distributed.ranks import RankFailedError, run_ranks
 from workers.beginning import Beginner
 from workers.data import open_batches
@@ -61,6 +63,7 @@ def _train(
     wish: tuple[int, int, Wish] | None = None,
     settle: Callable[[], bool] = lambda: True,
     on_report: Callable[[int], None] = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Train from the newest checkpoint in `folder`. wish: (rank, after its report of this step, what)."""
     device = torch.device("cpu")
@@ -116,6 +119,7 @@ def _train(
         wishes=wishes,
         sink=sink,
         saves=saves,
+        clock=clock,
     )
     outcome = loop.run()
     saves.close()
@@ -217,6 +221,35 @@ def test_memory_time_and_bytes_are_accounted_for_in_every_report(tmp_path: Path,
         if report["step"] == 2:  # the first one also counts the engine's start
             busy = sum(report["seconds"].values())
             assert 0 < busy <= report["step_s"] * 1.01
+
+
+def _train_measuring_each_step(
+    rank: int, world_size: int, folder: Path, spec: JobSpec
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    return _train(rank, world_size, folder, spec, clock=map(float, itertools.count()).__next__)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "copies"),
+    [
+        ({"every_steps": 3}, True),
+        ({"every_steps": 3, "asynchronous": False}, False),
+        ({"every_steps": 7}, False),
+    ],
+)
+def test_the_copy_for_checkpoints_is_told_as_it_was_planned(
+    tmp_path: Path, checkpoints: dict[str, Any], copies: bool
+) -> None:
+    """From the first save that training does not wait for; none for those that it waits for."""
+    spec = _spec(checkpoints=checkpoints, workers={"wanted": 2})
+    planned = planner.plan(spec, None).per_rank
+    assert planned is not None
+    assert (planned.save_copy > 0) == copies
+    for report in _reports(run_ranks(2, _train_measuring_each_step, tmp_path, spec)):
+        if report["rank"] == 0:
+            assert report["predicted"].save_copy == planned.save_copy
+        expected = report["predicted"].save_copy if report["step"] > 3 else 0
+        assert report["memory"].save_copy == expected
 
 
 def test_a_loss_that_is_not_finite_is_an_error_and_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -402,6 +402,18 @@ def test_cancel_leaves_nothing_behind(job: Job, ray_cluster: int) -> None:
     assert len(job.read()) == last
 
 
+def test_cancel_leaves_nothing_of_a_save_in_its_middle(job: Job) -> None:
+    factory = "tests.integration.unwritten_model:Unwritten"
+    job.start(spec_of(model={"kind": "custom", "factory": factory, "arguments": {"pause_s": 0.05}}))
+    root = naming.JobFolder(job.storage, job.job_id).checkpoints
+    own = manifest.staging(root, 1)
+    job.wait(lambda _: any(own.glob(f"{manifest.SAVING}*/*")), "a save that has begun to write")
+    job.command("cancel")
+    job.wait_phase("cancelled")
+    assert list(root.iterdir()) == [own]
+    assert list(own.iterdir()) == []
+
+
 def test_cancel_is_answered_at_once_while_waiting_for_room(job: Job) -> None:
     """L9 (Ray Train 2.60): not after the wait for resources."""
     job.start(spec_of(workers={"wanted": 2, "min": 2}, resources={"cpus": 100}))

@@ -367,6 +367,28 @@ def open_generation(root: Place, generation: int) -> None:
             store.remove_tree(away)
 
 
+def clear_unfinished(root: Place) -> list[str]:
+    """Delete what saves that were cut off, and deletions, left. Returns the names of the folders that went.
+
+    To be called when nobody saves under `root` any more. What is committed stays, and so do the generations'
+    folders, empty: they say which one was opened last. What lies there is moved away first, so that whoever
+    is still writing after all puts nothing into it.
+    """
+    store = open_store(root)
+    doomed = []
+    for name in store.names():
+        if _STAGING.fullmatch(name) and store.moves:
+            for inside in store.names(name):
+                if inside.startswith(SAVING):
+                    store.rename(f"{name}/{inside}", inside)
+                    doomed.append(inside)
+        elif name.startswith(SAVING) or (parse_name(name) and store.size(f"{name}/{MANIFEST}") is None):
+            doomed.append(name)
+    for name in doomed:
+        store.remove_tree(name)
+    return doomed
+
+
 def prune(root: Place, *, keep: int, keep_every: int | None = None) -> list[str]:
     """Delete old checkpoints and what interrupted saves left. Returns the names of the folders that went.
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zero_core.budget import save_copy_bytes
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
     Contents,
@@ -36,6 +37,7 @@ from zero_core.checkpoint.tensors import bytes_of
 from zero_core.checkpoint.writing import Part, Payload, Work, temporary_name, understood, write_behind
 from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError, FencedError, UsageError, ZeroError
+from zero_core.memory import SaveCopy
 from zero_core.snapshot import held_states, persistent_buffers, state_kinds
 
 _SPARE_BYTES = 1 << 20
@@ -135,6 +137,23 @@ class Saver:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def held_bytes(self) -> int:
+        """Host memory of the copy; nothing before the first save."""
+        return sum(staging.numel() for staging in self._staging.values())
+
+    def serve(self, engine: ZeroEngine) -> None:
+        """Have the engine's memory report and budget count the copy; `begin` does so by itself.
+
+        A copy of another size, taken of an engine before, goes, unless a save is still written from it.
+        """
+        config, rank = engine.config, engine.rank
+        buffers = sum(one.nbytes for one in persistent_buffers(engine.module).values())
+        predicted = save_copy_bytes(engine.layout, config, rank, buffer_bytes=buffers)
+        if not self.busy and self.held_bytes != predicted:
+            self._staging.clear()
+        engine.peak.save_copy = SaveCopy(predicted, lambda: self.held_bytes)
+
     def begin(
         self,
         engine: ZeroEngine,
@@ -159,6 +178,7 @@ class Saver:
             raise UsageError("this Saver is closed: begin no more saves with it")
         self.wait()
         began, step = time.perf_counter(), engine.steps_done
+        self.serve(engine)
         store, asked = open_store(root), _Told(extra, generation, fenced, seed, versions)
         work, size = _prepare(engine, store, asked, self._stage)
         location = store.location(manifests.folder_name(step, generation))
@@ -198,7 +218,7 @@ class Saver:
         need, key = contents.data_bytes, "buffers" if name == BUFFERS else "states"
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         staging = self._staging.get(key)
-        if staging is None or not need <= staging.numel() <= 2 * need or staging.is_pinned() != on_gpu:
+        if staging is None or staging.numel() != need or staging.is_pinned() != on_gpu:
             self._staging.pop(key, None)
             del staging
             staging = torch.empty(need, dtype=torch.uint8, pin_memory=on_gpu)
@@ -208,7 +228,7 @@ class Saver:
             place.copy_(tensor, non_blocking=tensor.is_cuda)
         if on_gpu:
             torch.cuda.synchronize()
-        return [_bytes_of(staging[:need])]
+        return [_bytes_of(staging)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ def test_a_job_over_its_exact_layout(job: Path, tmp_path: Path, workers: int) ->
         assert row["padding_bytes"] == budget.padding
         assert row["communication_buffer_bytes"] == budget.communication_buffers
         assert row["activation_bytes"] == budget.activations > 0
+        assert row["save_copy_bytes"] == budget.save_copy == 0, "it ends before the first one is due"
         estimated = model_states(psi, training, stage).total
         assert row["model_state_bytes"] == estimated + row["tile_rounding_bytes"]
         assert row["wire_elements_per_rank"] == pytest.approx(
@@ -114,6 +115,20 @@ def test_a_job_over_its_exact_layout(job: Path, tmp_path: Path, workers: int) ->
         )
     assert (told["job"], told["stage"], told["dp"]) == (spec.name, spec.zero.stage, workers)
     assert "notes" not in told
+
+
+def test_a_job_that_saves_while_it_trains_has_a_copy_for_it(tmp_path: Path) -> None:
+    fields = SPEC | {"checkpoints": {"every_steps": 5}}
+    path = tmp_path / "saving.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    told, budget = _json(tmp_path, str(path)), plan(JobSpec.model_validate(fields), None).per_rank
+    assert budget is not None
+    assert {told[str(stage)]["save_copy_bytes"] for stage in STAGES} == {budget.save_copy}
+    assert budget.save_copy > 0
+    path.write_text(yaml.safe_dump(fields | {"checkpoints": {"every_steps": 5, "asynchronous": False}}))
+    without = _json(tmp_path, str(path))
+    for stage in map(str, STAGES):
+        assert told[stage]["total_bytes"] - without[stage]["total_bytes"] == budget.save_copy
 
 
 def test_a_job_on_more_ranks_than_it_may_have_is_planned_and_told(job: Path, tmp_path: Path) -> None:

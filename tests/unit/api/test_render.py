@@ -65,11 +65,12 @@ def test_each_ranks_memory_beside_what_was_predicted() -> None:
     assert lines[2].split() == predicted
 
 
-def test_replicas_have_a_column_where_there_are_any() -> None:
+@pytest.mark.parametrize(("category", "heading"), [("replicas", "repl"), ("save_copy", "save")])
+def test_copies_have_a_column_where_there_are_any(category: str, heading: str) -> None:
     report = _report(3)
-    held = report.memory.model_copy(update={"replicas": 5 << 20})
+    held = report.memory.model_copy(update={category: 5 << 20})
     head, first, *_ = _printed(render.memory_table([report.model_copy(update={"memory": held})])).splitlines()
-    assert head.split()[-3:] == ["repl", "other", "resident"]
+    assert head.split()[-3:] == [heading, "other", "resident"]
     assert first.split()[-3:] == ["5.00", "3.00", "200.0"]
 
 

@@ -1,5 +1,7 @@
 """What a job takes, and whether it fits: arithmetic."""
 
+from typing import Any
+
 import pytest
 
 from service.cluster import ClusterView, NodeView
@@ -71,6 +73,7 @@ def test_gpu_memory_is_not_claimed_to_be_checked() -> None:
         model={"kind": "gpt", "layers": 48, "hidden": 4096, "heads": 32},
         resources={"gpus": 1},
         checkpoints={"asynchronous": False},
+        elastic={"replicas": 0},
     )
     found = plan(large, view(gpus=2))
     assert found.fits
@@ -105,12 +108,32 @@ def test_a_resize_to_too_few_for_the_model_is_impossible() -> None:
 
 
 def test_the_copy_that_checkpoints_are_written_from_counts() -> None:
+    often: dict[str, Any] = {"checkpoints": {"every_steps": 10}}
+
+    def copied(workers: int = 1, **changes: Any) -> int:
+        budget = plan(spec_of(**often | changes), view(), workers=workers).per_rank
+        assert budget is not None
+        return budget.save_copy
+
     found = plan(spec_of(), view(), workers=1)
-    assert found.process_bytes == PROCESS_BYTES + 3 * 4 * found.parameters  # type: ignore[operator]
-    assert plan(spec_of(), view(), workers=2).process_bytes < found.process_bytes
-    sgd = spec_of(optimizer={"kind": "sgd"})
-    assert plan(sgd, view(), workers=1).process_bytes == PROCESS_BYTES + 2 * 4 * found.parameters  # type: ignore[operator]
-    for checkpoints in ({"asynchronous": False}, {"every_steps": None}):
-        assert plan(spec_of(checkpoints=checkpoints), view()).process_bytes == PROCESS_BYTES
-    small = spec_of(resources={"memory_bytes": 1000})
-    assert "copy for checkpoints" in plan(small, view()).reasons[0]
+    psi = found.parameters
+    assert psi is not None
+    assert found.process_bytes == PROCESS_BYTES
+    assert copied() == 3 * 4 * psi
+    assert copied(zero={"stage": 0}, precision="bf16") == 3 * 4 * psi
+    assert 0 < copied(2) < copied()
+    assert copied(optimizer={"kind": "sgd"}) == 2 * 4 * psi
+    for checkpoints in ({"asynchronous": False}, {"every_steps": None}, {"every_steps": spec_of().steps}):
+        assert copied(checkpoints=checkpoints) == 0, "no save leaves training alone"
+    small = spec_of(**often, resources={"memory_bytes": 1000})
+    assert f"copy for checkpoints {copied(2):,}" in plan(small, view()).reasons[0]
+
+
+def test_copies_in_host_memory_count_there_on_gpus_too() -> None:
+    spec = spec_of(resources={"gpus": 1}, checkpoints={"every_steps": 10})
+    budget = plan(spec, view(gpus=2)).per_rank
+    assert budget is not None
+    assert budget.host_bytes == budget.replicas + budget.save_copy > budget.save_copy > 0
+    needed = PROCESS_BYTES + budget.host_bytes
+    assert plan(spec, view(gpus=2, memory_bytes=2 * needed)).fits
+    assert not plan(spec, view(gpus=2, memory_bytes=2 * needed - 1)).fits

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workers.commands import Pause, Resize
+from workers.commands import Cancel, Pause, Resize
 from workers.conductor import Conductor, Limits
 from workers.log import JobLog
 from workers.orders import Orders
@@ -16,6 +16,7 @@ from workers.policies import Joiners, Member
 from workers.progress import Pulse
 from workers.protocol import Begun, Failure, Outcome, Readiness, Source, Wish
 from workers.spec import JobSpec
+from zero_core.checkpoint import manifest
 
 MEMORY = dict.fromkeys(
     ("parameters", "gradients", "optimizer_states", "communication_buffers", "activations"), 0
@@ -60,6 +61,8 @@ class Workers:
     step: int = 0
     untold: set[str] = field(default_factory=set)
     """Workers whose reports do not come any more."""
+    lingering: list[str] = field(default_factory=list)
+    """Workers that are not seen to be gone at the end."""
     started: int = 0
     before_meeting: Callable[["Workers"], None] = lambda _: None
     _forming: bool = False
@@ -143,7 +146,7 @@ class Workers:
 
     def release(self, timeout_s: float) -> list[str]:
         self.retire([*self.participants, *self.joiners])
-        return []
+        return self.lingering
 
     def round(self) -> list[dict[str, Any]]:
         taken = len(self.participants) + sum(w.placed for w in self.joiners)
@@ -203,6 +206,7 @@ class Attempt:
         self.orders = Orders(wanted)
         self.workers = Workers(room)
         self.log = JobLog(folder / "log.jsonl")
+        self.checkpoints = folder / "checkpoints"
         self.now = 0.0
         self.conductor = Conductor(
             spec=JobSpec.model_validate(fields | changes),
@@ -210,7 +214,7 @@ class Attempt:
             log=self.log,
             orders=self.orders,
             group=self.workers,  # type: ignore[arg-type]
-            checkpoints=folder / "checkpoints",
+            checkpoints=self.checkpoints,
             limits=Limits(tick_s=0.0, placing_tick_s=0.0, start_patience_s=5),
             clock=self._tick,
         )
@@ -428,3 +432,39 @@ def test_what_becomes_of_checkpoints_is_logged_as_events(attempt: Attempt) -> No
     assert event == {"generation": 1, "step": 6, "reason": "interval", "error": "full"}
     history = JobLog(attempt.log._path).history
     assert (history.saved_step, history.saved_productive_s) == (4, 4.0)
+
+
+@pytest.mark.parametrize("lingering", [[], ["w1"]])
+def test_what_a_save_in_its_middle_left_goes_with_the_job(attempt: Attempt, lingering: list[str]) -> None:
+    """Unless a worker is not seen to be gone: it may be writing still."""
+    root = attempt.checkpoints
+    left = manifest.staging(root, 1) / ".saving-step-00000004.g0001-0123456789ab"
+
+    def cancel() -> None:
+        left.mkdir()
+        (left / manifest.shard_name(1)).write_bytes(b"half of it")
+        attempt.orders.give(Cancel(who="tester"))
+
+    attempt.workers.lingering = lingering
+    attempt.at(5, cancel)
+    attempt.conductor.run()
+    assert attempt.conductor.phase == "cancelled"
+    assert left.exists() == bool(lingering)
+    assert [path.name for path in root.iterdir()] == [".generation-0001"]
+    if not lingering:
+        assert list(manifest.staging(root, 1).iterdir()) == []
+
+
+def test_a_save_is_left_alone_while_its_generation_is_the_current_one(attempt: Attempt) -> None:
+    """A resize closes the old generation's folder; the new one's stays, whatever is in it."""
+    root = attempt.checkpoints
+    first, second = (manifest.staging(root, generation) / ".saving-x" for generation in (1, 2))
+    there = []
+    attempt.at(3, first.mkdir)
+    attempt.at(5, lambda: attempt.resize(3))
+    attempt.at(15, second.mkdir)
+    attempt.at(16, lambda: there.extend([first.exists(), second.exists()]))
+    attempt.run(20)
+    assert attempt.groups() == [2, 3]
+    assert there == [False, True]
+    assert not second.exists(), "the job is over"

@@ -259,6 +259,41 @@ def test_opening_a_generation_takes_the_older_ones_way_to_commit(tmp_path: Path)
         manifest.open_generation(root, 4)
 
 
+def test_nothing_stays_of_saves_that_were_cut_off(tmp_path: Path) -> None:
+    assert manifest.clear_unfinished(tmp_path / "nothing") == []
+    manifest.open_generation(tmp_path, 3)
+    committed = commit(tmp_path, 7, 3)
+    half_done = manifest.staging(tmp_path, 3) / ".saving-step-00000008.g0003-0123456789ab"
+    deleted = tmp_path / manifest.folder_name(1, 2)
+    closed = tmp_path / ".saving-closed-generation-0002"
+    for folder in (half_done, deleted, closed / "in"):
+        folder.mkdir(parents=True)
+        (folder / manifest.shard_name(0)).write_bytes(b"x")
+    (tmp_path / manifest.LATEST).write_text(committed.name)
+    (tmp_path / "notes").mkdir()
+    went = manifest.clear_unfinished(tmp_path)
+    assert sorted(went) == sorted([half_done.name, deleted.name, closed.name])
+    assert names(tmp_path) == sorted([".generation-0003", manifest.LATEST, "notes", committed.name])
+    assert list(manifest.staging(tmp_path, 3).iterdir()) == []
+    assert [info.path for info in manifest.scan(tmp_path)] == [committed]
+    assert manifest.opened(tmp_path) == 3
+    assert manifest.clear_unfinished(tmp_path) == []
+
+
+def test_what_a_closed_generation_left_goes_at_the_next_commit(tmp_path: Path) -> None:
+    """A folder that could not be emptied when the generation was closed, as a writer still filled it."""
+    manifest.open_generation(tmp_path, 2)
+    left = tmp_path / ".saving-closed-generation-0001" / ".saving-x"
+    left.mkdir(parents=True)
+    (left / manifest.shard_name(1)).write_bytes(b"late")
+    under_way = manifest.staging(tmp_path, 2) / ".saving-y"
+    under_way.mkdir()
+    committed = commit(tmp_path, 7, 2)
+    manifest.prune(tmp_path, keep=1)
+    assert names(tmp_path) == [".generation-0002", committed.name]
+    assert under_way.is_dir(), "its generation is the current one"
+
+
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_the_same_in_a_remote_store(scheme: str, tmp_path: Path) -> None:
     root = f"{scheme}://{tmp_path}/jobs"
@@ -281,7 +316,11 @@ def test_the_same_in_a_remote_store(scheme: str, tmp_path: Path) -> None:
     assert manifest.prune(root, keep=1) == ["step-00000001.g0001", "step-00000002.g0001"]
     assert [info.step for info in manifest.scan(root)] == [3]
     assert store.names() == ["step-00000003.g0001", "step-00000004.g0001"]
+    assert manifest.clear_unfinished(root) == ["step-00000004.g0001"]
+    assert store.names() == ["step-00000003.g0001"]
+    assert manifest.clear_unfinished(f"{root}/nothing") == []
     manifest.open_generation(root, 3)
+    assert manifest.clear_unfinished(root) == []
     manifest.open_generation(root, 5)
     assert manifest.opened(root) == 5
     assert ".generation-0003" not in store.names()

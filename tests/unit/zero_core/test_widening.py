@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -158,6 +159,22 @@ def test_no_whole_fp32_copy_of_a_large_operand(
     want = a.double() @ b.double()
     half_ulp = torch.finfo(torch.bfloat16).eps / 2 * want.abs()
     assert ((got.double() - want).abs() <= half_ulp + k * 1e-6).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("m", "k", "n"), [(2048, 256, 512), (300, 2000, 1024), (512, 256, 8192)])
+def test_what_a_product_holds_beside_its_result_is_bounded_and_gone_with_it(
+    m: int, k: int, n: int, bias: bool
+) -> None:
+    """As the allocator sees it, with what torch's own operations take: 2 MiB of pieces, one matrix whole."""
+    a, b, c = (tensor.detach() for tensor in inputs([(m, k), (k, n), (n,)], torch.bfloat16))
+    with torch.profiler.profile(profile_memory=True) as profiled, WidenedProducts(torch.bfloat16):
+        out = torch.addmm(c, a, b) if bias else a @ b
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    held = list(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    assert held[-1] == out.nbytes, "nothing else is left"
+    shorter = sorted((m, k, n))[:2]
+    assert 0 < max(held) - out.nbytes <= 4 * shorter[0] * shorter[1] + (2 << 20) * (1 + bias)
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -13,6 +13,7 @@ export const CATEGORIES = [
   "activations",
   "padding",
   "replicas",
+  "save_copy",
   "unattributed",
 ];
 const UNITS = 1000; // of a bar's own coordinate system, over its whole width
