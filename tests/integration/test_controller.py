@@ -270,7 +270,8 @@ def _assert_from_the_checkpoint(job: Job, survivors: dict[str, int]) -> None:
     recovery = job.wait_event("recovery")["data"]
     assert recovery["source"] == "checkpoint"
     assert recovery["at_step"] % 5 == 0
-    assert 0 <= recovery["steps_repeated"] <= 5 + 1
+    # One may be being written while the next five steps are done, and only the one after that waits for it.
+    assert 0 <= recovery["steps_repeated"] <= 2 * 5
     assert recovery["new_workers"] == len(survivors)
     job.wait_step(recovery["at_step"] + 6, generation=recovery["generation"])
     assert survivors.items() <= job.pids().items()
@@ -284,7 +285,7 @@ def test_two_neighbours_lost_at_once_cost_the_steps_since_the_checkpoint_and_no_
         spec_of(workers={"wanted": 4}, elastic={"grow_back": False}),
         wanted=4,
     )
-    job.wait_step(7)
+    job.wait_event("checkpoint")
     survivors = {name: pid for name, pid in job.pids().items() if name in ("w0", "w3")}
     _kill(job, "w1", "w2")
     _assert_from_the_checkpoint(job, survivors)
@@ -297,7 +298,7 @@ def test_two_neighbours_lost_at_once_cost_the_steps_since_the_checkpoint_and_no_
 
 def test_without_replicas_a_loss_costs_the_steps_since_the_checkpoint(job: Job) -> None:
     job.start(spec_of(elastic={"replicas": 0, "grow_back": False}, workers={"wanted": 3}), wanted=3)
-    job.wait_step(7)
+    job.wait_event("checkpoint")
     survivors = {name: pid for name, pid in job.pids().items() if name != "w1"}
     _kill(job, "w1")
     _assert_from_the_checkpoint(job, survivors)
