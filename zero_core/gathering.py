@@ -114,6 +114,11 @@ class Gatherer:
         for order in self._orders.values():
             order.end_step()
 
+    def forget(self) -> None:
+        """Nothing is expected of the next step: this one ended early, and not everywhere alike."""
+        for order in self._orders.values():
+            order.before = []
+
     def install_hooks(self) -> None:
         """From now on every unit is gathered around its module's forward."""
         by_module: dict[nn.Module, list[FlatUnit]] = {}

@@ -83,6 +83,18 @@ class Ledger:
         finally:
             self.whereabouts.enter(outer, time.perf_counter())
 
+    @contextmanager
+    def net(self, phase: str) -> Iterator[None]:
+        """Count the time as that of a phase, less that of the reductions and gathers inside it."""
+        inside = self.seconds["reduce"] + self.seconds["gather"]
+        began = time.perf_counter()
+        try:
+            with self.within(phase):
+                yield
+        finally:
+            spent = self.seconds["reduce"] + self.seconds["gather"] - inside
+            self.seconds[phase] += time.perf_counter() - began - spent
+
     def _enter(self, phase: str, unit: int, now: float) -> str:
         """Enter a phase; returns the one around it."""
         here = self.whereabouts
