@@ -35,7 +35,7 @@ class _AdamSettings:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_rates(self.lr, self.weight_decay)
+        check_rates(self.lr, self.weight_decay)
         if not 0 < self.eps < math.inf:
             raise ConfigError(f"eps {self.eps} must be positive")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -90,7 +90,7 @@ class SGDConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_rates(self.lr, self.weight_decay)
+        check_rates(self.lr, self.weight_decay)
         if not 0 <= self.momentum < 1 or not 0 <= self.dampening <= 1:
             raise ConfigError(
                 f"momentum {self.momentum} must lie in [0, 1), dampening {self.dampening} in [0, 1]"
@@ -382,6 +382,7 @@ def _check_groups(groups: tuple[ParameterGroup, ...], optimizer: OptimizerConfig
         group.applied(optimizer)  # refuses what the optimizer has not
 
 
-def _check_rates(lr: float, weight_decay: float) -> None:
+def check_rates(lr: float, weight_decay: float = 0.0) -> None:
+    """Raises ConfigError for what no optimizer steps with."""
     if not 0 <= lr < math.inf or not 0 <= weight_decay < math.inf:
         raise ConfigError(f"lr {lr} and weight_decay {weight_decay} must be finite and not negative")

@@ -29,7 +29,7 @@ from zero_core.agreement import check_alike
 from zero_core.arena import Arena
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives
-from zero_core.config import ZeroConfig
+from zero_core.config import ZeroConfig, check_rates
 from zero_core.errors import UsageError
 from zero_core.freezing import Freezing
 from zero_core.gathering import Gatherer
@@ -324,7 +324,8 @@ class ZeroEngine:
     def step(self, *, lr: float | None = None, ballot: Sequence[float] = ()) -> StepReport:
         """Finish the step: clip, update, gather.
 
-        lr      in place of the optimizer's configured rate; the schedule's factor applies to it too
+        lr      in place of the optimizer's configured rate, finite and not negative (or ConfigError, and
+                the step is still to be done); the schedule's factor applies to it too
         ballot  a few numbers that are summed over ranks in the step's own small collective
 
         Where the gradient norm or the loss is not finite, nothing is updated on any rank: in fp32 and bf16
@@ -332,6 +333,8 @@ class ZeroEngine:
         backed off to its floor: then LossScaleError.
         """
         usage.check_complete(self._computed, self.micro_batches)
+        if lr is not None:
+            check_rates(lr)
         if self._access.is_open:
             raise UsageError("step() within full_parameters: leave that context first")
         self._failed = True  # until all have voted

@@ -1,16 +1,18 @@
 """What callers may not do: refused on every rank, before anything is changed."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed.odd_model import batch, build
 from tests.distributed.ranks import run_ranks
 from zero_core import AdamWConfig, ZeroConfig, ZeroEngine, checkpoint
-from zero_core.errors import UsageError
+from zero_core.errors import ConfigError, UsageError
 from zero_core.reshard import take_over
 from zero_core.state_dict import (
     full_state_dict,
@@ -147,3 +149,19 @@ def test_after_a_step_that_failed_states_may_be_written(tmp_path: Path, stage: i
 
 def test_a_step_that_failed_on_one_rank_has_failed(tmp_path: Path) -> None:
     run_ranks(2, filled_after_an_accident, tmp_path, 2, "one rank's forward", timeout_s=120)
+
+
+def wrong_rates(rank: int, world: int) -> None:
+    engine, want = make(2), make(2)
+    for own in (engine, want):
+        own.backward(own(*batch(0, rank)))
+    for lr in (math.nan, math.inf, -1.0):
+        with pytest.raises(ConfigError, match=f"lr {lr} "):
+            engine.step(lr=lr)
+    assert engine.step(lr=0.5).loss == want.step(lr=0.5).loss
+    assert all(map(torch.equal, *(full_state_dict(own).values() for own in (engine, want))))
+    assert train(engine, 1) == train(want, 1)
+
+
+def test_a_rate_that_no_optimizer_takes_is_refused_before_the_step() -> None:
+    run_ranks(2, wrong_rates)
