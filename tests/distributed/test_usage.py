@@ -165,3 +165,30 @@ def wrong_rates(rank: int, world: int) -> None:
 
 def test_a_rate_that_no_optimizer_takes_is_refused_before_the_step() -> None:
     run_ranks(2, wrong_rates)
+
+
+def state_dicts_of_the_module(rank: int, world: int) -> None:
+    for stage in (2, 3):
+        engine = make(stage)
+        train(engine, 0)
+        model, whole = engine.module, full_state_dict(engine)
+        for part, name in ((model, "permutation"), (model.blocks[0], "gain"), (model.norm, "weight")):
+            if stage == 3:
+                with pytest.raises(UsageError, match=f"{name} has no values .*full_state_dict"):
+                    part.state_dict()
+            else:
+                assert torch.equal(part.state_dict()[name], part.get_parameter(name))
+        with engine.full_parameters():
+            found = model.state_dict()
+            assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+        with engine.full_parameters(names=["blocks.0"]):
+            assert torch.equal(model.blocks[0].state_dict()["gain"], whole["blocks.0.gain"])
+        train(engine, 1)
+        engine.detach()
+        assert list(model.state_dict()) == list(whole), "an ordinary module again"
+        model.load_state_dict(whole, assign=True)
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in whole.items())
+
+
+def test_a_module_without_values_gives_no_state_dict() -> None:
+    run_ranks(2, state_dicts_of_the_module)
