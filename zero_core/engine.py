@@ -57,8 +57,8 @@ __all__ = ["StepReport", "ZeroEngine"]
 class ZeroEngine:
     """Trains `model` with its states partitioned as `config.stage` says.
 
-    model   any nn.Module; its parameters become views of flat tensors and must not be replaced from
-            outside. Children of nn.ModuleList and nn.Sequential are units of their own, all else is one.
+    model   any nn.Module; its parameters become views of flat tensors, fp64 ones too in the precision set,
+            and must not be replaced. Children of nn.ModuleList and nn.Sequential are units, all else is one.
     group   a torch.distributed group, default the world; every rank builds the same model in it
     device  default: where the model's parameters are; the CPU for those on the meta device
     initialise  fills the own parameters and buffers of a module on the meta device, given the module and its
@@ -265,7 +265,7 @@ class ZeroEngine:
         return rates(self.config, self.optimizer.steps_done)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. Floating tensors among the arguments are cast to the compute dtype."""
+        """The model's forward. In bf16 and fp16 floating tensors among the arguments are cast to that."""
         self.require_state()
         training = torch.is_grad_enabled()
         if training and self._computed >= len(self.micro_batches):
