@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeAlias
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from zero_core.errors import ConfigError
 
@@ -35,7 +37,8 @@ class _AdamSettings:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_rates(self.lr, self.weight_decay)
+        _check_types(self)
+        check_rates(self.lr, self.weight_decay)
         if not 0 < self.eps < math.inf:
             raise ConfigError(f"eps {self.eps} must be positive")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -90,7 +93,8 @@ class SGDConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_rates(self.lr, self.weight_decay)
+        _check_types(self)
+        check_rates(self.lr, self.weight_decay)
         if not 0 <= self.momentum < 1 or not 0 <= self.dampening <= 1:
             raise ConfigError(
                 f"momentum {self.momentum} must lie in [0, 1), dampening {self.dampening} in [0, 1]"
@@ -137,12 +141,11 @@ class ParameterGroup:
     nesterov: bool | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if not self.name or self.name == DEFAULT_GROUP:
             raise ConfigError(
                 f"a group cannot be called {self.name!r}: {DEFAULT_GROUP!r} is all that no group matches"
             )
-        if isinstance(self.patterns, str):
-            raise ConfigError(f"patterns of group {self.name!r} must be a tuple, not {self.patterns!r}")
         if self.lr is not None and self.lr_factor is not None:
             raise ConfigError(
                 f"group {self.name!r} has both lr {self.lr} and lr_factor {self.lr_factor}: set one of them"
@@ -194,6 +197,7 @@ class ScheduleConfig:
     final_ratio: float = 0.1
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.kind not in ("constant", "linear", "cosine"):
             raise ConfigError(f"schedule kind {self.kind!r} must be constant, linear or cosine")
         if self.warmup_steps < 0 or not 0 <= self.final_ratio <= 1:
@@ -229,6 +233,7 @@ class LossScale:
     ceiling: float = 2.0**24
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if not 0 < self.floor <= self.initial <= self.ceiling < math.inf:
             raise ConfigError(
                 f"loss scale must satisfy 0 < floor {self.floor} <= initial {self.initial} "
@@ -310,6 +315,7 @@ class ZeroConfig:
     partition_activations: bool = False
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"stage {self.stage!r} must be 0, 1, 2 or 3")
         if self.precision not in ITEM_BYTES:
@@ -382,6 +388,53 @@ def _check_groups(groups: tuple[ParameterGroup, ...], optimizer: OptimizerConfig
         group.applied(optimizer)  # refuses what the optimizer has not
 
 
-def _check_rates(lr: float, weight_decay: float) -> None:
+def check_rates(lr: float, weight_decay: float = 0.0) -> None:
+    """Raises ConfigError for what no optimizer steps with."""
     if not 0 <= lr < math.inf or not 0 <= weight_decay < math.inf:
         raise ConfigError(f"lr {lr} and weight_decay {weight_decay} must be finite and not negative")
+
+
+def _check_types(settings: object) -> None:
+    """Raises ConfigError for the first setting that is not of the type its dataclass declares."""
+    kind: Any = type(settings)
+    for name, wanted in _hints(kind).items():
+        value = getattr(settings, name)
+        if not _is_a(value, wanted):
+            raise ConfigError(
+                f"{name} {value!r} of {kind.__name__} must be {_called(wanted)}, not {type(value).__name__}"
+            )
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+def _is_a(value: Any, wanted: Any) -> bool:
+    """Whether a value is of an annotated type: a bool is no number, an int is a float."""
+    origin, inner = get_origin(wanted), get_args(wanted)
+    if origin is UnionType:
+        return any(_is_a(value, one) for one in inner)
+    if origin is Literal:
+        return type(value) in {type(one) for one in inner}
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = inner[:1] * len(value) if inner[-1] is ... else inner
+        return len(kinds) != len(value) or all(map(_is_a, value, kinds))  # how many is another check's
+    if wanted in (int, float):
+        return isinstance(value, (int, wanted)) and not isinstance(value, bool)
+    return isinstance(value, wanted)
+
+
+def _called(wanted: Any) -> str:
+    """An annotated type in words."""
+    origin, inner = get_origin(wanted), get_args(wanted)
+    if origin is UnionType:
+        return " or ".join(_called(one) for one in inner)
+    if origin is Literal:
+        return " or ".join(repr(one) for one in inner)
+    if origin is tuple:
+        return f"a tuple of {_called(inner[0])}"
+    return "None" if wanted is NoneType else str(wanted.__name__)

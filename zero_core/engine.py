@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_core import assembly, budget
+from zero_core import assembly, budget, usage
 from zero_core import verdict as verdicts
 from zero_core.access import ParameterAccess
 from zero_core.accounting import Accounts
@@ -29,8 +29,8 @@ from zero_core.agreement import check_alike
 from zero_core.arena import Arena
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives
-from zero_core.config import ZeroConfig
-from zero_core.errors import ConfigError, UsageError
+from zero_core.config import ZeroConfig, check_rates
+from zero_core.errors import UsageError
 from zero_core.freezing import Freezing
 from zero_core.gathering import Gatherer
 from zero_core.ledger import Whereabouts
@@ -57,8 +57,8 @@ __all__ = ["StepReport", "ZeroEngine"]
 class ZeroEngine:
     """Trains `model` with its states partitioned as `config.stage` says.
 
-    model   any nn.Module; its parameters become views of flat tensors and must not be replaced from
-            outside. Children of nn.ModuleList and nn.Sequential are units of their own, all else is one.
+    model   any nn.Module; its parameters become views of flat tensors, fp64 ones too in the precision set,
+            and must not be replaced. Children of nn.ModuleList and nn.Sequential are units, all else is one.
     group   a torch.distributed group, default the world; every rank builds the same model in it
     device  default: where the model's parameters are; the CPU for those on the meta device
     initialise  fills the own parameters and buffers of a module on the meta device, given the module and its
@@ -109,16 +109,7 @@ class ZeroEngine:
             timeout_s=config.collective_timeout_s,
         )
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
-        if config.reproducible and self.collectives.native:
-            raise ConfigError(
-                "reproducible sums need reduction='ordered' on NCCL: its own have no fixed order"
-            )
-        self._total = config.micro_batches or self.world_size
-        if self.world_size > self._total:
-            raise ConfigError(
-                f"world size {self.world_size} exceeds the {self._total} micro-batches of a step: "
-                "every rank needs at least one"
-            )
+        self._total = usage.check_group(config, self.collectives)
         self._lay_out()
         self._hold(initialise, blank=blank)
         self._measure(baseline_bytes)
@@ -126,6 +117,8 @@ class ZeroEngine:
         self._losses: list[torch.Tensor] = []
         self._trace: list[tuple[FlatUnit, str]] = []
         self._trace_ended = True
+        self._failed = False
+        """Whether the last call of the step under way failed."""
         self._evaluating = False
         self._detached = False
         self.interrupted_report: StepReport | None = None
@@ -272,7 +265,7 @@ class ZeroEngine:
         return rates(self.config, self.optimizer.steps_done)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. Floating tensors among the arguments are cast to the compute dtype."""
+        """The model's forward. In bf16 and fp16 floating tensors among the arguments are cast to that."""
         self.require_state()
         training = torch.is_grad_enabled()
         if training and self._computed >= len(self.micro_batches):
@@ -282,6 +275,7 @@ class ZeroEngine:
             )
         if training:
             self._freezing.check()
+            self._failed = False
         if training and self._trace_ended:
             self._trace.clear()
             self._saved.begin()
@@ -290,15 +284,12 @@ class ZeroEngine:
         self._evaluating = not training
         self._gatherer.begin("forward" if training else "evaluation")
         try:
-            with (
-                self.collectives.ledger.timed_apart("forward"),
-                self._hooks.watching((args, kwargs)),
-                self._products,
-            ):
+            with self.collectives.ledger.net("forward"), self._hooks.watching((args, kwargs)), self._products:
                 return self.module(*self._cast(args), **self._cast(kwargs))
         except BaseException:
             self._gatherer.release_all()
-            self._trace_ended = True
+            if training:
+                self._trace_ended = self._failed = True
             raise
         finally:
             self._evaluating = False
@@ -308,19 +299,15 @@ class ZeroEngine:
 
         After this rank's last one of the step it also takes part in the rounds that only others compute.
         """
-        if loss.numel() != 1:
-            raise UsageError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}")
-        if self._computed >= len(self.micro_batches):
-            raise UsageError(
-                f"rank {self.rank} has {len(self.micro_batches)} micro-batches in this step "
-                f"(M {self._total}, N {self.world_size}), and backward was called once more"
-            )
+        usage.check_loss(loss)
+        usage.check_turn(self._computed, self.micro_batches)
         if self._saved.end():
             self.peak.sample(self.steps_done)
+        self._failed = True  # until the end
         self._reducer.begin_micro_batch()
         self._gatherer.begin("backward")
         try:
-            with self.collectives.ledger.timed_apart("backward"):
+            with self.collectives.ledger.net("backward"):
                 with self._products:
                     self._scaled(loss).backward()  # type: ignore[no-untyped-call]
                 self._reducer.end_micro_batch()
@@ -332,24 +319,25 @@ class ZeroEngine:
         self._computed += 1
         if self._computed == len(self.micro_batches):
             self._serve_idle_rounds()
+        self._failed = False
 
     def step(self, *, lr: float | None = None, ballot: Sequence[float] = ()) -> StepReport:
         """Finish the step: clip, update, gather.
 
-        lr      in place of the optimizer's configured rate; the schedule's factor applies to it too
+        lr      in place of the optimizer's configured rate, finite and not negative (or ConfigError, and
+                the step is still to be done); the schedule's factor applies to it too
         ballot  a few numbers that are summed over ranks in the step's own small collective
 
         Where the gradient norm or the loss is not finite, nothing is updated on any rank: in fp32 and bf16
         NonFiniteError is raised; in fp16 the step is skipped, which the report says, until the loss scale has
         backed off to its floor: then LossScaleError.
         """
-        if self._computed != len(self.micro_batches):
-            raise UsageError(
-                f"rank {self.rank} has {len(self.micro_batches)} micro-batches in this step, "
-                f"but backward was called {self._computed} times"
-            )
+        usage.check_complete(self._computed, self.micro_batches)
+        if lr is not None:
+            check_rates(lr)
         if self._access.is_open:
             raise UsageError("step() within full_parameters: leave that context first")
+        self._failed = True  # until all have voted
         self._reducer.finish()
         self._live.before_vote()
         verdict = verdicts.reach(
@@ -373,7 +361,7 @@ class ZeroEngine:
                 self.collectives, self._reducer.gradients, stage=self.config.stage
             )
             self._live.begin_update()
-            with self.collectives.ledger.timed_apart("optimizer"):
+            with self.collectives.ledger.net("optimizer"):
                 self.optimizer.step(gradients, rates=by_group, divisor=scale / coefficient)
             self._live.end_update(self.steps_done + 1, whole=self.config.stage == 0)
         report = StepReport(
@@ -483,11 +471,21 @@ class ZeroEngine:
         """Raises UsageError while the engine holds no whole state: blank, or interrupted in an update."""
         self._live.require()
 
-    def begin_filling(self) -> Snapshot:
-        """States are about to be written from outside; until `filled` the engine is of no use.
+    @property
+    def step_under_way(self) -> tuple[bool, bool]:
+        """Whether this rank has begun a step and not ended it, and whether its last call for it failed."""
+        begun = self._computed > 0 or self._round > 0 or not self._trace_ended
+        return begun or self._failed, self._failed
 
-        Returns all places to be filled, as a snapshot whose meta says nothing.
+    def begin_filling(self, steps: Sequence[Sequence[float]] | None = None) -> Snapshot:
+        """States are about to be written from outside; until `filled` the engine is of no use. Collective.
+
+        steps  every rank's `step_under_way`, where that is known already
+
+        Returns all places to be filled, as a snapshot whose meta says nothing. A step that failed on some
+        rank is forgotten; where one is under way otherwise, UsageError on every rank, and nothing is changed.
         """
+        self._leave_step(steps)
         return self._live.begin_filling()
 
     def filled(
@@ -514,7 +512,8 @@ class ZeroEngine:
         self._live.before_vote()
 
     def editing(self) -> AbstractContextManager[None]:
-        """Within the context masters or parameters are written, alike on every rank."""
+        """Within the context masters or parameters are written, alike on every rank, and between steps."""
+        self._leave_step()
         return self._live.editing(nullcontext())
 
     def refresh_parameters(self) -> None:
@@ -578,9 +577,19 @@ class ZeroEngine:
         self._reducer.expect(names)
         self.optimizer.select(names)
 
+    def _leave_step(self, steps: Sequence[Sequence[float]] | None = None) -> None:
+        """Be between two steps before states are written: see `begin_filling`."""
+        if usage.abandons(self.collectives.gather_numbers(self.step_under_way) if steps is None else steps):
+            self._reducer.begin_micro_batch()
+            self.collectives.fence()  # every rank has read the gradients of what is forgotten
+            self._reset_round()
+            self._gatherer.forget()
+            self._trace_ended = True
+
     def _reset_round(self) -> None:
         self._freezing.end_step()
         self._round = self._computed = 0
+        self._failed = False
         self._losses.clear()
         self._reducer.clear()
         self._gatherer.end_step()

@@ -8,7 +8,7 @@ backward needs is there whether or not its hooks ran. Gathering ahead of that, w
 a module's outputs, serves modules that recompute their forward inside backward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_core.buffers import BufferPool
 from zero_core.collectives import Collectives, Pending
+from zero_core.errors import UsageError
 from zero_core.trees import tensors_in
 from zero_core.units import FlatUnit, UnitState
 from zero_core.widening import unseen
@@ -114,6 +115,11 @@ class Gatherer:
         for order in self._orders.values():
             order.end_step()
 
+    def forget(self) -> None:
+        """Nothing is expected of the next step: this one ended early, and not everywhere alike."""
+        for order in self._orders.values():
+            order.before = []
+
     def install_hooks(self) -> None:
         """From now on every unit is gathered around its module's forward."""
         by_module: dict[nn.Module, list[FlatUnit]] = {}
@@ -122,6 +128,10 @@ class Gatherer:
         for module, members in by_module.items():
             self._handles.append(module.register_forward_pre_hook(self._before(members), prepend=True))
             self._handles.append(module.register_forward_hook(self._after(members), always_call=True))
+        unit_of = {parameter: unit for unit in self._units for parameter in unit.parameters}
+        for module in {module for root in by_module for module in root.modules()}:
+            hook = _without_values(unit_of)
+            self._handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def watch_for_abort(self) -> None:
         """Where nothing is gathered in forward: a rank that computes still finds out in time."""
@@ -268,3 +278,20 @@ class Gatherer:
         """The values a reference stands for, gathered again if need be."""
         flat = self.gather(reference.unit)
         return flat.as_strided(reference.size, reference.stride, reference.offset)
+
+
+def _without_values(unit_of: Mapping[nn.Parameter, FlatUnit]) -> Callable[[nn.Module, str, bool], None]:
+    """A state dict of parameters that have no values now would hold nan; one of variables tells names."""
+
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        for name, parameter in module._parameters.items():
+            if keep_vars or parameter is None or not parameter.numel():
+                continue
+            unit = unit_of.get(parameter)
+            if unit is not None and unit.state is UnitState.SHARDED:
+                raise UsageError(
+                    f"state_dict() of a model at stage 3: {prefix}{name} has no values between forwards; use "
+                    "zero_core.state_dict.full_state_dict(engine), or full_parameters() around it"
+                )
+
+    return hook

@@ -75,19 +75,6 @@ class Ledger:
             self.whereabouts.enter(outer, ended)
 
     @contextmanager
-    def timed_apart(self, phase: str) -> Iterator[None]:
-        """Be in a phase, and count its time less that of the collectives inside it, which have their own."""
-        seconds = self.seconds
-        inside = seconds["reduce"] + seconds["gather"]
-        began = time.perf_counter()
-        try:
-            with self.within(phase):
-                yield
-        finally:
-            spent = seconds["reduce"] + seconds["gather"] - inside
-            seconds[phase] += time.perf_counter() - began - spent
-
-    @contextmanager
     def within(self, phase: str, unit: int = -1) -> Iterator[None]:
         """Be in a phase, without counting its time."""
         outer = self._enter(phase, unit, time.perf_counter())
@@ -95,6 +82,18 @@ class Ledger:
             yield
         finally:
             self.whereabouts.enter(outer, time.perf_counter())
+
+    @contextmanager
+    def net(self, phase: str) -> Iterator[None]:
+        """Count the time as that of a phase, less that of the reductions and gathers inside it."""
+        inside = self.seconds["reduce"] + self.seconds["gather"]
+        began = time.perf_counter()
+        try:
+            with self.within(phase):
+                yield
+        finally:
+            spent = self.seconds["reduce"] + self.seconds["gather"] - inside
+            self.seconds[phase] += time.perf_counter() - began - spent
 
     def _enter(self, phase: str, unit: int, now: float) -> str:
         """Enter a phase; returns the one around it."""

@@ -143,6 +143,8 @@ class Reducer:
             gradient.filled = [False] * len(gradient.filled)
             gradient.reduced = False
             self._give_back(gradient)
+            for parameter in gradient.unit.parameters:
+                parameter.grad = None
 
     def end_micro_batch(self) -> None:
         """Reduce the units that backward left incomplete; an absent gradient counts as zeros."""

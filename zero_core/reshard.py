@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from zero_core import usage
 from zero_core.engine import ZeroEngine
 from zero_core.errors import PeerLostError, ReshardError, UsageError
 from zero_core.handing import DescriptorServer, fetch
@@ -58,6 +59,7 @@ class _Told:
     """What a participant says of itself.
 
     form    what its new engine's states look like; None if it leaves
+    step    its new engine's `step_under_way`
     host    the same for participants that can read each other's memory
     server  name and token of who gives the descriptors of its memory away
     places  of each snapshot, for what lies in shared memory: the number of the descriptor, and the byte at
@@ -65,6 +67,7 @@ class _Told:
     """
 
     form: Form | None
+    step: tuple[bool, bool]
     timeout_s: float
     metas: tuple[Meta, ...]
     host: str
@@ -85,9 +88,10 @@ def take_over(
     replicas, only after `engine.replicated_step` is set: they are made with the first step. After
     an error but NothingHeldError add `engine.snapshots()` to `held`, and try again in another group.
 
-    Raises, on every rank and with nothing written: NothingHeldError where no state of `floor_step` or a later
-    step is covered, ReshardError where snapshots are of another model, precision or optimizer. ReshardError
-    where a rank failed, PeerLostError where one was lost.
+    Raises, on every rank and with nothing written: UsageError where a new engine is within a step (one that
+    failed is forgotten: see `ZeroEngine.begin_filling`), NothingHeldError where no state of `floor_step` or
+    a later step is covered, ReshardError where snapshots are of another model, precision or optimizer.
+    ReshardError where a rank failed, PeerLostError where one was lost.
     """
     began = time.perf_counter()
     me = dist.get_rank(group)
@@ -105,6 +109,7 @@ def take_over(
         metas = tuple(snapshot.meta for snapshot in held)
         table = _tell(_Told(*_about(engine), metas, host_identity(), address, places), group)
         new = _new_form(table)
+        usage.abandons(_steps(table))  # refuses, before anything is written
         chosen = plan([told.metas for told in table], new, floor_step=floor_step)
         agreed = time.perf_counter()
         move = _Move(engine, held, new, chosen, group, table)
@@ -148,7 +153,7 @@ class _Move:
         self._group = group
         self._timeout_s = table[0].timeout_s
         self._me = dist.get_rank(group)
-        self._places = None if engine is None else engine.begin_filling()
+        self._places: Snapshot | None = None
         self._memory = None if engine is None else engine.collectives.shared_memory()
         self._buffers: dict[str, torch.Tensor] = {}
         self._mapped: dict[int, list[PeerMemory]] = {}
@@ -157,6 +162,8 @@ class _Move:
     def carry_out(self) -> Exception | None:
         """Send, receive and copy; a failure is returned, so that all can be told of it."""
         try:
+            if self._engine is not None:
+                self._places = self._engine.begin_filling(_steps(self._table))
             messages = [*self._ranges(), *self._buffer_messages()]
             works: list[dist.Work | None] = list(dist.batch_isend_irecv(messages)) if messages else []
             for transfer in self._plan.transfers:
@@ -295,10 +302,15 @@ def _places_of(held: Sequence[Snapshot]) -> tuple[list[int], tuple[dict[Key, tup
     return [memory.descriptor for memory in memories], tuple(places)
 
 
-def _about(engine: ZeroEngine | None) -> tuple[Form | None, float]:
+def _about(engine: ZeroEngine | None) -> tuple[Form | None, tuple[bool, bool], float]:
     if engine is None:
-        return None, 0.0
-    return form_of(engine.module, engine.layout, engine.config), engine.config.collective_timeout_s
+        return None, (False, False), 0.0
+    form = form_of(engine.module, engine.layout, engine.config)
+    return form, engine.step_under_way, engine.config.collective_timeout_s
+
+
+def _steps(table: Sequence[_Told]) -> list[tuple[bool, bool]]:
+    return [told.step for told in table if told.form is not None]
 
 
 def _new_form(table: Sequence[_Told]) -> Form:

@@ -278,7 +278,7 @@ class _Process:
     def _conclude(self) -> None:
         self.diary.digest = digest(self.engine)
         self.diary.memory = self.engine.memory().replicas, self.engine.budget.replicas
-        kept = self.engine.module.state_dict()
+        kept = self.engine.module.state_dict(keep_vars=True)  # of which buffers are read
         self.diary.buffers = {n: kept[n].tolist() for n, _ in self.engine.module.named_buffers() if n in kept}
 
 

@@ -126,6 +126,8 @@ def misuse(rank: int, world: int) -> list[str]:
 
     refused(engine.step)
     refused(lambda: engine.backward(torch.zeros(2)))
+    for number in (3.0, None):
+        refused(lambda number=number: engine.backward(number))
     for index in engine.micro_batches:
         engine.backward(engine(*batch(0, index)))
     refused(lambda: engine(*batch(0, 0)))
@@ -141,6 +143,8 @@ def test_misuse_is_a_clear_error_and_the_engine_goes_on() -> None:
     assert "has 2 micro-batches in this step, but backward was called 0 times" in first[0]
     assert "has 1 micro-batches" in second[0]
     assert "scalar loss" in first[1]
+    assert "the loss as a tensor, got float" in first[2]
+    assert "the loss as a tensor, got NoneType" in first[3]
 
 
 def evaluate_anywhere(rank: int, world: int, stage: int, evaluating: bool) -> list[float]:
