@@ -119,8 +119,7 @@ class ZeroEngine:
         self._trace_ended = True
         self._failed = False
         """Whether the last call of the step under way failed."""
-        self._evaluating = False
-        self._detached = False
+        self._evaluating = self._detached = False
         self.interrupted_report: StepReport | None = None
         """Of a step whose update this rank has carried out, where `step` failed after that: it counts if a
         snapshot of it is taken over."""
