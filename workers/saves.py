@@ -248,7 +248,8 @@ class Saves:
         # The new one is committed: only now may an older one go.
         trouble: dict[str, str] = {}
         try:
-            manifest.prune(order.root, keep=order.keep, keep_every=order.keep_every)
+            name = manifest.folder_name(saved.step, order.generation)
+            manifest.prune(order.root, keep=order.keep, keep_every=order.keep_every, sound=name)
         except (OSError, CheckpointError) as error:
             trouble = {"not_removed": f"older checkpoints stay: {error}"}
         self._sink(

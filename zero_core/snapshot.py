@@ -131,6 +131,11 @@ def state_kinds(config: ZeroConfig) -> tuple[str, ...]:
     return "master", *config.optimizer.moments
 
 
+def optimizer_kind(config: ZeroConfig) -> str:
+    """What the optimizer is called: adamw, adam or sgd."""
+    return type(config.optimizer).__name__.removesuffix("Config").lower()
+
+
 def form_of(module: nn.Module, layout: Layout, config: ZeroConfig) -> Form:
     """What the states of an engine look like."""
     buffers = persistent_buffers(module)

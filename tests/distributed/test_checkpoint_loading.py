@@ -12,7 +12,16 @@ from torch import nn
 
 from tests.distributed.odd_model import OddModel, batch, build
 from tests.distributed.ranks import run_ranks
-from zero_core import AdamWConfig, ParameterGroup, SGDConfig, ZeroConfig, ZeroEngine, checkpoint
+from zero_core import (
+    AdamConfig,
+    AdamWConfig,
+    ParameterGroup,
+    ScheduleConfig,
+    SGDConfig,
+    ZeroConfig,
+    ZeroEngine,
+    checkpoint,
+)
 from zero_core.checkpoint import loading, manifest, reading
 from zero_core.checkpoint.container import BLOCK_BYTES
 from zero_core.errors import CheckpointError, DamagedError, UsageError
@@ -354,6 +363,7 @@ def refused(rank: int, world: int, root: Path) -> list[str]:
         make(2, model=thawed),
         make(2, model=buffered),
         make(2, optimizer=SGDConfig(lr=0.1), groups=()),
+        make(2, optimizer=AdamConfig(lr=1e-2)),
     ]
     messages = []
     for other in engines:
@@ -369,7 +379,7 @@ def test_what_does_not_fit_is_told_by_name(tmp_path: Path) -> None:
     """K7 (KempnerForge 115): whatever is missing or unknown is an error that names it and what to do."""
     first, second = run_ranks(2, refused, tmp_path)
     assert first == second
-    renamed, shaped, thawed, buffered, optimizer = first
+    renamed, shaped, thawed, buffered, optimizer, alike = first
     assert "missing final.bias, final.weight; unknown norm.bias, norm.weight" in renamed
     assert "build the engine from the model that was saved" in renamed
     assert "of another shape blocks.0.down.bias: [13] saved, [11] here" in shaped
@@ -377,3 +387,21 @@ def test_what_does_not_fit_is_told_by_name(tmp_path: Path) -> None:
     assert "frozen there and trained here blocks.1.down.bias" in thawed
     assert "calls: [] of int64 saved, [] of int32 here" in buffered
     assert "holds master, momentum, variance of each parameter, and SGDConfig steps with master" in optimizer
+    assert "was saved with adamw, and the engine steps with adam" in alike, (
+        "although it keeps the same states"
+    )
+
+
+def told_of_the_optimizer(rank: int, world: int, root: Path) -> Any:
+    schedule = ScheduleConfig(kind="cosine", warmup_steps=2, total_steps=9)
+    engine = make(1, schedule=schedule, clip_norm=0.5)
+    train(engine, range(1))
+    saved = checkpoint.save(engine, root, extra={}, generation=1)
+    return manifest.read(saved.location).optimizer
+
+
+def test_the_manifest_tells_how_parameters_are_stepped(tmp_path: Path) -> None:
+    found = run_ranks(2, told_of_the_optimizer, tmp_path)[0]
+    assert (found["kind"], found["lr"], found["clip_norm"]) == ("adamw", 1e-2, 0.5)
+    assert (found["schedule"]["kind"], found["schedule"]["warmup_steps"]) == ("cosine", 2)
+    assert [group["name"] for group in found["groups"]] == [group.name for group in GROUPS]

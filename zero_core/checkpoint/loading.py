@@ -21,7 +21,7 @@ from zero_core.collectives import Collectives
 from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError, DamagedError
 from zero_core.layout import Slot, Unit
-from zero_core.snapshot import HeldState, held_states, persistent_buffers, state_kinds
+from zero_core.snapshot import HeldState, held_states, optimizer_kind, persistent_buffers, state_kinds
 
 _ROUND_BYTES = 1 << 30
 """What the rank that reads most reads between two times that ranks ask each other how they are."""
@@ -237,6 +237,12 @@ def _check_same_model(engine: ZeroEngine, manifest: Manifest, folder: str, *, ca
         raise CheckpointError(
             f"{folder} holds {', '.join(manifest.kinds)} of each parameter, and "
             f"{type(engine.config.optimizer).__name__} steps with {', '.join(kinds)}: "
+            "use the optimizer it was saved with, or export its parameters and import them"
+        )
+    kind = optimizer_kind(engine.config)
+    if manifest.optimizer is not None and manifest.optimizer.get("kind") != kind:
+        raise CheckpointError(
+            f"{folder} was saved with {manifest.optimizer.get('kind')}, and the engine steps with {kind}: "
             "use the optimizer it was saved with, or export its parameters and import them"
         )
     found = _differences(manifest.layout.units, engine.layout.units)

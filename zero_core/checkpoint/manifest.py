@@ -67,6 +67,7 @@ class Manifest:
     created  Unix seconds
     updates  the optimizer's own count: steps without those that fp16 skipped
     loss_scale  state of the loss scaling; None but in fp16
+    optimizer  its `kind`, settings, groups and schedule, as the saving engine was configured; None: unknown
     seed, versions  what the caller tells: the job's seed, and releases of libraries by name
     """
 
@@ -85,6 +86,7 @@ class Manifest:
     loss_scale: Mapping[str, Any] | None = None
     seed: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
 
     @property
     def world_size(self) -> int:
@@ -203,6 +205,7 @@ def _checked(data: Mapping[str, Any], source: str) -> Manifest:
         loss_scale=None if data["loss_scale"] is None else dict(data["loss_scale"]),
         seed=data["seed"],
         versions=dict(data["versions"]),
+        optimizer=None if data.get("optimizer") is None else dict(data["optimizer"]),
     )
 
 
@@ -247,6 +250,9 @@ def local_path(location: str) -> Path:
 
 
 def folder_name(step: int, generation: int) -> str:
+    """Of a checkpoint, below its root. Raises CheckpointError for a name that none could have."""
+    if step < 0 or generation < 0:
+        raise CheckpointError(f"step {step} of generation {generation}: neither can be negative")
     return f"step-{step:08d}.g{generation:04d}"
 
 
@@ -389,13 +395,16 @@ def clear_unfinished(root: Place) -> list[str]:
     return doomed
 
 
-def prune(root: Place, *, keep: int, keep_every: int | None = None) -> list[str]:
+def prune(root: Place, *, keep: int, keep_every: int | None = None, sound: str | None = None) -> list[str]:
     """Delete old checkpoints and what interrupted saves left. Returns the names of the folders that went.
 
+    sound  the folder's name of one whose bits are known to be right: just written, or verified
+
     Kept are the newest `keep` and those of every step that is a multiple of `keep_every`; so the newest one
-    that is whole always is. One that is damaged goes when it is older than all of these. To be called when
-    no save is under way but within a generation's staging folder. The manifest goes first, so that a
-    deletion that is interrupted leaves no checkpoint with parts missing.
+    whose manifest holds and whose files have their sizes always is. Bits are not looked at: newer ones may be
+    damaged, so `sound` is kept whatever there is. One that is seen to be damaged goes when it is older than
+    all of these. To be called when no save is under way but within a generation's staging folder. The
+    manifest goes first, so that a deletion that is interrupted leaves no checkpoint with parts missing.
     """
     if keep < 1:
         raise CheckpointError(f"keep {keep} must be at least 1: the newest checkpoint is never deleted")
@@ -405,6 +414,7 @@ def prune(root: Place, *, keep: int, keep_every: int | None = None) -> list[str]
     whole = scan(store)
     newest = whole[-keep:]
     spared = {info.name for info in newest}
+    spared |= {sound} if sound is not None else set()
     spared |= {info.name for info in whole if keep_every is not None and info.step % keep_every == 0}
     doomed = []
     for name in store.names():

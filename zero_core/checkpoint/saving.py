@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -35,10 +35,11 @@ from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, SAVING, Manifest, P
 from zero_core.checkpoint.store import Store, open_store
 from zero_core.checkpoint.tensors import bytes_of
 from zero_core.checkpoint.writing import Part, Payload, Work, temporary_name, understood, write_behind
+from zero_core.config import ZeroConfig
 from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError, FencedError, UsageError, ZeroError
 from zero_core.memory import SaveCopy
-from zero_core.snapshot import held_states, persistent_buffers, state_kinds
+from zero_core.snapshot import held_states, optimizer_kind, persistent_buffers, state_kinds
 
 _SPARE_BYTES = 1 << 20
 """Left free beside the tensors, for headers, receipts and the manifest."""
@@ -306,6 +307,7 @@ def _state_of(engine: ZeroEngine, told: _Told) -> _State:
         loss_scale=engine.gate.state_dict(),
         seed=told.seed,
         versions=dict(told.versions or {}),
+        optimizer=_optimizer(engine.config),
     )
     contents, of_buffers = rank_contents(draft, engine.rank), buffer_contents(draft.buffers)
     held = {
@@ -326,6 +328,18 @@ def _state_of(engine: ZeroEngine, told: _Told) -> _State:
         of_buffers,
         [buffers[entry.name] for entry in of_buffers.entries],
     )
+
+
+def _optimizer(config: ZeroConfig) -> dict[str, Any]:
+    """As JSON, what decides how parameters are stepped: for whoever reads it, but for `kind`."""
+    settings = {
+        "kind": optimizer_kind(config),
+        **asdict(config.optimizer),
+        "groups": [asdict(group) for group in config.groups],
+        "schedule": asdict(config.schedule),
+        "clip_norm": config.clip_norm,
+    }
+    return dict(json.loads(json.dumps(settings)))
 
 
 def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from workers import saves
 from workers.errors import UntoldError
 from workers.saves import Order, Saves
-from zero_core.checkpoint import Outcome, SavedCheckpoint
+from zero_core.checkpoint import Outcome, SavedCheckpoint, manifest
 from zero_core.errors import CheckpointError, FencedError, PeerLostError
 
 ENGINE: Any = object()
@@ -49,7 +49,7 @@ class Writer:
 def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
     writer = Writer()
     monkeypatch.setattr(saves, "Saver", writer)
-    monkeypatch.setattr(saves.manifest, "prune", lambda root, *, keep, keep_every: [])
+    monkeypatch.setattr(saves.manifest, "prune", lambda root, **_: [])
     return writer
 
 
@@ -92,10 +92,10 @@ def test_older_ones_go_after_the_commit_and_their_trouble_is_no_failure(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, Any]] = []
-    pruned: list[tuple[int, int | None]] = []
+    pruned: list[tuple[int, int | None, str]] = []
 
-    def prune(root: Path, *, keep: int, keep_every: int | None) -> None:
-        pruned.append((keep, keep_every))
+    def prune(root: Path, *, keep: int, keep_every: int | None, sound: str) -> None:
+        pruned.append((keep, keep_every, sound))
         raise OSError("read-only")
 
     monkeypatch.setattr(saves.manifest, "prune", prune)
@@ -103,7 +103,7 @@ def test_older_ones_go_after_the_commit_and_their_trouble_is_no_failure(
     own.save(ENGINE, _order(5, keep=2, keep_every=10))
     assert pruned == []
     writer.end(5)
-    assert pruned == [(2, 10)]
+    assert pruned == [(2, 10, manifest.folder_name(5, 1))]
     assert _kinds(told) == [("checkpoint", 5)]
     assert told[0]["not_removed"] == "older checkpoints stay: read-only"
 

@@ -108,6 +108,21 @@ def test_prune_keeps_multiples_of_keep_every_as_well(tmp_path: Path) -> None:
         manifest.prune(tmp_path, keep=1, keep_every=0)
 
 
+def test_the_one_just_written_stays_although_newer_ones_are_there(tmp_path: Path) -> None:
+    """They may be damaged where only their digests tell: that is why an older one was gone on from."""
+    for step in (350, 360, 400):
+        commit(tmp_path, step)
+    written = manifest.folder_name(360, 1)
+    assert manifest.prune(tmp_path, keep=1, sound=written) == ["step-00000350.g0001"]
+    assert names(tmp_path) == [written, "step-00000400.g0001"]
+
+
+def test_names_that_would_not_be_found_again_are_refused() -> None:
+    for step, generation in ((-1, 1), (1, -1)):
+        with pytest.raises(CheckpointError, match="neither can be negative"):
+            manifest.folder_name(step, generation)
+
+
 def test_the_newest_one_that_is_whole_is_never_deleted(tmp_path: Path) -> None:
     """Damaged ones do not count, and those that are newer than all whole ones are left to be looked at."""
     for step in (1, 2, 3, 4):
