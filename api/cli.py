@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from api import cli_checkpoints, planning, render, server_file
 from api.cli_common import (
     FAILED,
+    FOUND,
     UNREACHABLE,
     WRONG_USAGE,
     AsJson,
@@ -42,7 +43,7 @@ from service.errors import ServiceError
 from service.local_ray import LocalRay
 from service.settings import Settings
 from workers.spec import JobSpec
-from zero_core.errors import CheckpointError, ConfigError
+from zero_core.errors import CheckpointError, ConfigError, DamagedError
 
 END_TIMEOUT_S = 60.0
 
@@ -58,10 +59,13 @@ class _Commands(TyperGroup):
         except (Unreachable, NoService) as error:
             _fail(str(error), UNREACHABLE)
         except Refused as error:
-            _fail(f"{error.code}: {error.detail}", FAILED, error.members.get("errors"))
+            code = FOUND if error.code == "damaged_checkpoint" else FAILED
+            _fail(f"{error.code}: {error.detail}", code, error.members.get("errors"))
         except (planning.WrongUsage, ConfigError) as error:
             _fail(str(error), WRONG_USAGE)
-        except (ClientError, ServiceError, TokenFileError, UserMistake, CheckpointError) as error:
+        except DamagedError as error:
+            _fail(str(error), FOUND)
+        except (ClientError, ServiceError, TokenFileError, UserMistake, CheckpointError, OSError) as error:
             _fail(str(error), FAILED)
 
 

@@ -122,6 +122,33 @@ def test_an_export_of_a_damaged_checkpoint_is_refused_and_leaves_nothing(service
     assert list((service.plane._folder(job).path / "exports").iterdir()) == []
 
 
+def test_damage_has_its_exit_code_whatever_finds_it(
+    service: Running, job: str, data_dir: Path, saved: Path
+) -> None:
+    root = Path(service.plane.checkpoints.root(job))
+    name = _damage(root, 4)
+    (damaged,) = root.glob("step-00000004*")
+    (whole,) = saved.glob("step-00000004*")
+    for arguments in (("diff", str(damaged), str(whole)), ("export", f"{job}@4")):
+        result = _cli(data_dir, "checkpoint", *arguments)
+        assert result.exit_code == FOUND, result.output
+        assert name in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_store_that_does_not_answer_is_one_line(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:9"),
+        ("AWS_ACCESS_KEY_ID", "x"),
+        ("AWS_SECRET_ACCESS_KEY", "x"),
+        ("AWS_MAX_ATTEMPTS", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    result = _cli(data_dir, "checkpoint", "ls", "s3://bucket/folder")
+    assert (result.exit_code, result.stdout) == (FAILED, "")
+    assert "127.0.0.1:9" in result.stderr
+
+
 def test_an_export_that_cannot_be_written_says_so(service: Running, job: str) -> None:
     (service.plane._folder(job).path / "exports").touch()
     with pytest.raises(Refused, match="cannot be written") as refused:
