@@ -295,7 +295,11 @@ class Conductor:
         group = self._group
         self.generation += 1
         self._failing_since = None
-        manifest.open_generation(self._checkpoints, self.generation)
+        try:
+            manifest.open_generation(self._checkpoints, self.generation)
+        except OSError as error:
+            where = f"no checkpoints can be kept in {self._checkpoints} ({error})"
+            return GivenUp(f"{where}: give another checkpoints.location")
         if change.event != "resize":
             self._latest.look()
         self._forming = True

@@ -216,7 +216,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The job has spent all that it may spend on lost workers."""
+    """The job cannot go on as it was asked to: it has spent all that it may on lost workers, say."""
 
     reason: str
 

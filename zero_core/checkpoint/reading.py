@@ -232,6 +232,9 @@ def read_manifest(folder: Place, *, sizes: bool = True) -> tuple[Manifest, str]:
         if sizes:
             return manifests.read(store), digest(text)
         return Manifest.from_json(text.decode(), store.location(manifests.MANIFEST)), digest(text)
+    except FileNotFoundError as error:
+        nothing = "there is no such file: no checkpoint is there, or it is not whole"
+        raise DamagedError(store.location(manifests.MANIFEST), 0, 0, nothing) from error
     except (OSError, CheckpointError, UnicodeDecodeError) as error:
         raise DamagedError(store.location(manifests.MANIFEST), 0, len(text), str(error)) from error
 

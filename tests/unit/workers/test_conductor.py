@@ -296,6 +296,17 @@ def test_a_resize_beyond_capacity_names_what_is_missing_and_touches_nothing(tmp_
     assert attempt.orders.wanted == 2
 
 
+def test_a_place_where_nothing_can_be_kept_ends_the_job_with_its_name(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path)
+    attempt.checkpoints.write_text("a file, and no folder")
+    attempt.conductor.run()
+    assert attempt.conductor.phase == "failed"
+    reason = attempt.events("phase")[-1]["reason"]
+    assert reason.startswith(f"no checkpoints can be kept in {attempt.checkpoints} (")
+    assert reason.endswith("give another checkpoints.location")
+    assert not attempt.events("error"), "no failure of the controller's"
+
+
 def test_survivors_go_on_at_once_and_grow_back_when_there_is_room(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path, wanted=3, room=3)
 
