@@ -9,9 +9,10 @@ READY := $(VENV)/.ready
 demo: $(READY)  ## the main job, end to end, on this machine
 	$(BIN)/elastic-zero demo
 
-test: check  ## all checks, then all tests; those without a cluster two files at a time
+test: check  ## all checks, then all tests, two files at a time but for those that make hosts or chaos
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/distributed
-	$(BIN)/python -m pytest tests/browser tests/integration tests/multihost tests/chaos tests/gpu
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/browser tests/integration
+	$(BIN)/python -m pytest tests/multihost tests/chaos tests/gpu
 
 check: $(READY)  ## style, types, and the direction of imports
 	$(BIN)/ruff check .

@@ -23,6 +23,7 @@ def ray_cluster() -> Iterator[int]:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, before)))
     try:
         ray.init(
+            address="local",
             num_cpus=CPUS,
             include_dashboard=False,
             namespace=naming.RAY_NAMESPACE,

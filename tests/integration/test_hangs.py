@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_controller import Job, _runs, job, spec_of
+from tests.integration.jobs import Job, job, runs, spec_of
 
 __all__ = ["job"]
 
@@ -49,7 +49,7 @@ def test_a_rank_that_hangs_is_named_and_the_job_goes_on_without_it(job: Job, tmp
     assert "rank 1 (w1)" in recovery["cause"]
     assert "has not moved" in recovery["cause"]
     job.wait_step(recovery["at_step"] + 3, generation=recovery["generation"])
-    job.wait(lambda _: not _runs(pids["w1"]), "the end of the process that hung")
+    job.wait(lambda _: not runs(pids["w1"]), "the end of the process that hung")
     survivors = {r["worker"] for r in job.reports() if r["generation"] == recovery["generation"]}
     assert "w1" not in survivors
     assert {"w0", "w2"} <= survivors
@@ -66,7 +66,7 @@ def test_a_process_that_is_stopped_is_named_and_ended(job: Job, tmp_path: Path) 
         assert told["silent_s"] >= STUCK_AFTER_S
         recovery = job.wait_event("recovery")["data"]
         job.wait_step(recovery["at_step"] + 3, generation=recovery["generation"])
-        job.wait(lambda _: not _runs(pid), "the end of the process that was stopped")
+        job.wait(lambda _: not runs(pid), "the end of the process that was stopped")
     finally:
-        if _runs(pid):
+        if runs(pid):
             os.kill(pid, signal.SIGCONT)
