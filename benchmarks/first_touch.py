@@ -1,7 +1,8 @@
 """Memory that is touched before anything is timed. Linux only; knows no torch.
 
 On a virtual machine the host backs guest memory only when it is first touched, which may take fifty times
-as long as touching it again. So a child touches much of it and ends: what it frees stays backed, for all.
+as long as touching it again. So a child touches nearly all of it and ends: what it frees stays backed, for
+all. Nearly all, because nobody knows which part the next process is given.
 """
 
 import json
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 1 << 30
-_MOST_BYTES = 8 * GIB
+_SHARE = 0.9
+"""Of what is available; the rest is for whatever else the machine does meanwhile."""
+
 _PIECE_BYTES = GIB // 4
 _TIMEOUT_S = 600.0
 LIMIT, USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
@@ -36,13 +39,14 @@ class Touched:
 
 
 def touch_memory(
-    *, most_bytes: int = _MOST_BYTES, piece_bytes: int = _PIECE_BYTES, timeout_s: float = _TIMEOUT_S
+    *, most_bytes: int | None = None, piece_bytes: int = _PIECE_BYTES, timeout_s: float = _TIMEOUT_S
 ) -> Touched:
-    """Have a child touch `most_bytes`, or half of what is available if that is less, and free it again.
+    """Have a child touch nine tenths of what is available, or `most_bytes` if less, and free it again.
 
     Raises subprocess.CalledProcessError where the child fails and TimeoutExpired where it takes too long.
     """
-    size = max(mmap.PAGESIZE, min(most_bytes, available_bytes() // 2))
+    size = max(mmap.PAGESIZE, int(available_bytes() * _SHARE))
+    size = size if most_bytes is None else min(size, most_bytes)
     command = [sys.executable, __file__, str(size), str(piece_bytes)]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=timeout_s).stdout
     return Touched(bytes=size, piece_bytes=piece_bytes, seconds=json.loads(told))
