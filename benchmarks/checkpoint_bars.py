@@ -22,7 +22,7 @@ from benchmarks.checkpoint_results import (
     StallResult,
     load_title,
 )
-from benchmarks.limits import Limit, judged, not_measured
+from benchmarks.limits import Limit, failure_of, judged, not_measured
 
 _PLAN = Limit(value=50, strictly=True, unit=" ms", decimals=1)
 _MANIFEST = Limit(value=1, strictly=True, unit=" MB", decimals=3)
@@ -83,7 +83,7 @@ def _speed(result: SpeedResult | None, missing: str) -> Iterator[Verdict]:
             found.ratios(PEER, OURS, action),
             limit,
             missing,
-            failed=_failed(found, PEER),
+            failed=failure_of(found.failures, [OURS, PEER]),
         )
     for action, what in ((SAVE, "write"), *((load, "read") for load in LOADS)):
         yield judged(
@@ -91,12 +91,8 @@ def _speed(result: SpeedResult | None, missing: str) -> Iterator[Verdict]:
             found.ratios(OURS, PLAIN, action),
             _OVER_PLAIN,
             missing,
-            failed=_failed(found, PLAIN),
+            failed=failure_of(found.failures, [OURS, PLAIN]),
         )
-
-
-def _failed(result: SpeedResult, other: str) -> str | None:
-    return next((result.failures[name] for name in (OURS, other) if name in result.failures), None)
 
 
 def _stall(result: StallResult | None, missing: str) -> Verdict:

@@ -10,7 +10,7 @@ from benchmarks.bars import Verdict
 from benchmarks.elastic_model import SCALAR
 from benchmarks.elastic_results import OURS, PEER, ReplicaResult, SizeResult
 from benchmarks.elastic_timeline import GROW, KILL, SHRINK
-from benchmarks.limits import Limit, judged
+from benchmarks.limits import Limit, failure_of, judged
 
 _TITLES = {GROW: "grow 2 -> 4", SHRINK: "shrink 4 -> 2", KILL: "SIGKILL to the next new step"}
 _PAUSE_S = {SCALAR: 0.3}
@@ -50,7 +50,7 @@ def _pause(result: SizeResult, kind: str, absent: Mapping[str, str]) -> Verdict:
         figures,
         limit,
         _missing(result, [OURS], absent),
-        failed=_failed(result, [OURS]),
+        failed=failure_of(result.failures, [OURS]),
     )
 
 
@@ -62,13 +62,13 @@ def _ratio(result: SizeResult, kind: str, limit: Limit, absent: Mapping[str, str
         figures,
         limit,
         _missing(result, [OURS, PEER], absent),
-        failed=_failed(result, [OURS, PEER]),
+        failed=failure_of(result.failures, [OURS, PEER]),
     )
 
 
 def _recovery(result: SizeResult, absent: Mapping[str, str]) -> Iterator[Verdict]:
     name = f"{result.size}, {_TITLES[KILL]}"
-    missing, failed = _missing(result, [OURS], absent), _failed(result, [OURS])
+    missing, failed = _missing(result, [OURS], absent), failure_of(result.failures, [OURS])
     changes = result.changes(OURS, KILL)
     seconds = [change.seconds for change in changes]
     yield judged(name, seconds, Limit(value=2, strictly=True, unit=" s"), missing, failed=failed)
@@ -88,7 +88,7 @@ def _bytes(result: SizeResult, kind: str, absent: Mapping[str, str]) -> Verdict:
     elif changes and needed is None:
         missing = "not worked out for this model"
     figures = [count / needed for count in moved] if needed else []
-    failed = _failed(result, [OURS])
+    failed = failure_of(result.failures, [OURS])
     return judged(name, figures, Limit(value=1.05, decimals=3), missing, failed=failed, worst=True)
 
 
@@ -102,13 +102,8 @@ def _replicas(result: ReplicaResult | None, large: str, absent: Mapping[str, str
     yield judged(f"{name} off: seconds, bytes sent and bytes held", off, limit, missing, worst=True)
 
 
-def _failed(result: SizeResult, names: Sequence[str]) -> str | None:
-    return next((result.failures[name] for name in names if name in result.failures), None)
-
-
 def _missing(result: SizeResult, names: Sequence[str], absent: Mapping[str, str]) -> str:
     for key in (result.size, *names):
-        reason = result.failures.get(key) or absent.get(key)
-        if reason:
-            return reason
+        if key in absent:
+            return absent[key]
     return "not in this run"

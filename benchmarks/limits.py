@@ -1,7 +1,7 @@
 """A figure against its limit, over rounds: what the bars of several benchmarks have in common. Pure."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.bars import Verdict
@@ -52,6 +52,11 @@ def judged(
     measured = f"{limit.shown(figure)} ({how} of {rounds})" if len(figures) > 1 else limit.shown(figure)
     met = "ok" if failed is None else f"not measured in every round ({failed})"
     return Verdict(name, measured, str(limit), met if limit.met(figure) else "short")
+
+
+def failure_of(failures: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """Why the first of these contestants that failed did."""
+    return next((failures[name] for name in names if name in failures), None)
 
 
 def not_measured(name: str, limit: Limit, missing: str) -> Verdict:

@@ -91,7 +91,7 @@ class Saves:
         self._settle = settle
         self._broken_off = broken_off
         self._lock = threading.Condition()
-        self._saver: Saver | None = None
+        self._saver = Saver(self._done)
         self._open: _Open | None = None
         self._dropped: Order | None = None
         self._past: FencedError | UntoldError | None = None
@@ -104,8 +104,6 @@ class Saves:
 
     def serve(self, engine: ZeroEngine) -> None:
         """Have the engine's account of its memory count what saves behind the training copy."""
-        if self._saver is None:
-            self._saver = Saver(self._done)
         self._saver.serve(engine)
 
     def save(self, engine: ZeroEngine, order: Order) -> None:
@@ -160,8 +158,7 @@ class Saves:
 
     def close(self) -> None:
         """Wait for what is being written, and end the writer."""
-        if self._saver is not None:
-            self._saver.close()
+        self._saver.close()
 
     def _make_up(self, order: Order) -> None:
         """This one covers what was cut off before; say so."""
@@ -182,8 +179,6 @@ class Saves:
             )
 
     def _begin(self, engine: ZeroEngine, order: Order, began: float) -> None:
-        if self._saver is None:
-            self._saver = Saver(self._done)
         mine = _Open(order)
         with self._lock:
             self._open = mine

@@ -1,10 +1,13 @@
 """What the integration tests share."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.integration.jobs import Job, wait_for_cpus
 
 CPUS = 8
 """Logical CPUs of the local Ray cluster; the machine may have fewer."""
@@ -37,3 +40,12 @@ def ray_cluster() -> Iterator[int]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture
+def job(ray_cluster: int, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:50].strip("-")
+    job = Job(name, tmp_path)
+    yield job
+    job.kill()
+    wait_for_cpus(ray_cluster)

@@ -4,12 +4,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import ray
 from ray.exceptions import RayActorError
 
@@ -145,15 +144,6 @@ class Job:
         """As the service does when it has read everything."""
         if self.controller is not None:
             ray.kill(self.controller, no_restart=True)
-
-
-@pytest.fixture
-def job(ray_cluster: int, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
-    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:50].strip("-")
-    job = Job(name, tmp_path)
-    yield job
-    job.kill()
-    wait_for_cpus(ray_cluster)
 
 
 def wait_for_cpus(count: float, timeout_s: float = 60) -> None:

@@ -11,7 +11,6 @@ from tests.integration.jobs import (
     PACED,
     Job,
     assert_ledger,
-    job,
     runs,
     spec_of,
     wait_for_cpus,
@@ -19,8 +18,6 @@ from tests.integration.jobs import (
 )
 from workers import naming
 from zero_core.checkpoint import manifest
-
-__all__ = ["job"]
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -15,7 +15,6 @@ from tests.distributed.ranks import run_ranks
 from tests.integration.jobs import (
     Job,
     assert_ledger,
-    job,
     reference_losses,
     runs,
     spec_of,
@@ -23,8 +22,6 @@ from tests.integration.jobs import (
     wait_for_status,
 )
 from zero_core.checkpoint import manifest
-
-__all__ = ["job"]
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

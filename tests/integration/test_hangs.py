@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.jobs import Job, job, runs, spec_of
-
-__all__ = ["job"]
+from tests.integration.jobs import Job, runs, spec_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -26,6 +26,8 @@ from zero_core.snapshot import HeldState, held_states, optimizer_kind, persisten
 _ROUND_BYTES = 1 << 30
 """What the rank that reads most reads between two times that ranks ask each other how they are."""
 
+_OTHER_OPTIMIZER = "use the optimizer it was saved with, or export its parameters and import them"
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -102,7 +104,7 @@ def _candidates(store: Store, not_after: int | None) -> list[str]:
         for name in store.names()
         if (parsed := manifests.parse_name(name)) is not None
         and (not_after is None or parsed[0] <= not_after)
-        and store.size(f"{name}/{manifests.MANIFEST}") is not None
+        and manifests.is_committed(store, name)
     }
     return [found[parsed] for parsed in sorted(found, reverse=True)]
 
@@ -236,14 +238,13 @@ def _check_same_model(engine: ZeroEngine, manifest: Manifest, folder: str, *, ca
     if set(manifest.kinds) != set(kinds):
         raise CheckpointError(
             f"{folder} holds {', '.join(manifest.kinds)} of each parameter, and "
-            f"{type(engine.config.optimizer).__name__} steps with {', '.join(kinds)}: "
-            "use the optimizer it was saved with, or export its parameters and import them"
+            f"{type(engine.config.optimizer).__name__} steps with {', '.join(kinds)}: {_OTHER_OPTIMIZER}"
         )
     kind = optimizer_kind(engine.config)
     if manifest.optimizer is not None and manifest.optimizer.get("kind") != kind:
         raise CheckpointError(
             f"{folder} was saved with {manifest.optimizer.get('kind')}, and the engine steps with {kind}: "
-            "use the optimizer it was saved with, or export its parameters and import them"
+            f"{_OTHER_OPTIMIZER}"
         )
     found = _differences(manifest.layout.units, engine.layout.units)
     if found:

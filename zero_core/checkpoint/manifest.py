@@ -262,6 +262,11 @@ def parse_name(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def is_committed(store: Store, name: str) -> bool:
+    """Whether that folder of the store is a checkpoint's that was committed, be it damaged."""
+    return store.size(f"{name}/{MANIFEST}") is not None
+
+
 def shard_name(rank: int) -> str:
     """File of one rank's owned ranges."""
     return f"rank-{rank:05d}.safetensors"
@@ -302,7 +307,7 @@ def scan(root: Place) -> list[CheckpointInfo]:
     newest: dict[int, CheckpointInfo] = {}
     for name in store.names():
         parsed = parse_name(name)
-        if parsed is None or store.size(f"{name}/{MANIFEST}") is None:
+        if parsed is None or not is_committed(store, name):
             continue
         location = store.location(name)
         try:
@@ -388,7 +393,7 @@ def clear_unfinished(root: Place) -> list[str]:
                 if inside.startswith(SAVING):
                     store.rename(f"{name}/{inside}", inside)
                     doomed.append(inside)
-        elif name.startswith(SAVING) or (parse_name(name) and store.size(f"{name}/{MANIFEST}") is None):
+        elif name.startswith(SAVING) or (parse_name(name) and not is_committed(store, name)):
             doomed.append(name)
     for name in doomed:
         store.remove_tree(name)
@@ -443,7 +448,7 @@ def _may_go(
     """Whether a folder that is not to be kept may be deleted."""
     step, _ = parsed
     older = any(step < info.step for info in newest[:1])
-    if store.size(f"{name}/{MANIFEST}") is None:
+    if not is_committed(store, name):
         return older or store.moves  # no save is under way there, so it is what a deletion left
     if any(info.step == step for info in whole):
         return True  # whole and too old, or saved again by another generation

@@ -31,7 +31,7 @@ from zero_core.checkpoint.container import (
     rank_contents,
     tensor_name,
 )
-from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, SAVING, Manifest, Place
+from zero_core.checkpoint.manifest import BUFFERS, SAVING, Manifest, Place
 from zero_core.checkpoint.store import Store, open_store
 from zero_core.checkpoint.tensors import bytes_of
 from zero_core.checkpoint.writing import Part, Payload, Work, temporary_name, understood, write_behind
@@ -331,15 +331,14 @@ def _state_of(engine: ZeroEngine, told: _Told) -> _State:
 
 
 def _optimizer(config: ZeroConfig) -> dict[str, Any]:
-    """As JSON, what decides how parameters are stepped: for whoever reads it, but for `kind`."""
-    settings = {
+    """What decides how parameters are stepped: for whoever reads it, but for `kind`."""
+    return {
         "kind": optimizer_kind(config),
         **asdict(config.optimizer),
         "groups": [asdict(group) for group in config.groups],
         "schedule": asdict(config.schedule),
         "clip_norm": config.clip_norm,
     }
-    return dict(json.loads(json.dumps(settings)))
 
 
 def _copied(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,7 +362,7 @@ def _aliases(module: torch.nn.Module) -> dict[str, str]:
 
 def _bytes_there(store: Store, final: str) -> int:
     """Bytes of the checkpoint of that name, -1 if there is none. Raises CheckpointError if it is damaged."""
-    if store.size(f"{final}/{MANIFEST}") is None:
+    if not manifests.is_committed(store, final):
         return -1
     try:
         return manifests.read(store.location(final)).bytes
