@@ -23,11 +23,11 @@ class Committed:
 def committed(root: str | Path) -> list[Committed]:
     """All under `root` that were committed, oldest first; of a step saved twice, the newer one last."""
     store = open_store(root)
-    return sorted(
+    return [
         Committed(*parsed, store.location(name))
-        for name in store.names()
-        if (parsed := manifest.parse_name(name)) is not None and is_checkpoint(store.location(name))
-    )
+        for name in manifest.committed(store)
+        if (parsed := manifest.parse_name(name)) is not None
+    ]
 
 
 def is_checkpoint(location: str | Path) -> bool:

@@ -115,7 +115,7 @@ def load_wide(rank: int, world: int, root: Path, stage: int) -> tuple[int, int, 
     reads = reader.plan(wants)
     allowed = sum(reader.contents(read.file).header_bytes for read in reads) + 64_000  # manifest, buffers
     for read in reads:
-        pieces = [piece for block in read.blocks for piece in block.pieces]
+        pieces = [piece for stretch in read.stretches for piece in stretch.pieces]
         runs = 1 + sum(a.stop != b.start for a, b in pairwise(pieces))
         allowed += 2 * BLOCK_BYTES * runs if read.bytes != sum(p.stop - p.start for p in pieces) else 0
     before = bytes_read()
@@ -305,8 +305,7 @@ def fails_late(rank: int, world: int, root: Path) -> tuple[int, str]:
     engine = make(3, model=wide(1), groups=())
     folder = checkpoint.save(engine, root, extra={}, generation=1).location
     # Rounds as short as a small model needs: a block at a time.
-    loading._ROUND_BYTES = reading.CHUNK_BYTES = BLOCK_BYTES
-    reading.verifiable_reads = lambda pieces, size: reading.block_reads(pieces, BLOCK_BYTES, size)
+    loading._ROUND_BYTES = reading._STRIP_BYTES = BLOCK_BYTES
     calls = 0
     fill = reading.Reader._fill
 
@@ -321,10 +320,10 @@ def fails_late(rank: int, world: int, root: Path) -> tuple[int, str]:
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(engine, folder)
     failed_after = calls
-    listed, loading._candidates = loading._candidates, lambda *_: 1 / 0  # type: ignore[assignment, return-value]
+    listed, manifest.committed = manifest.committed, lambda *_: 1 / 0  # type: ignore[assignment, return-value]
     with pytest.raises(CheckpointError, match=r"looking for checkpoints in .* rank 0: ZeroDivisionError"):
         checkpoint.load_newest(engine, root)
-    loading._candidates = listed
+    manifest.committed = listed
     reading.Reader._fill = fill  # type: ignore[method-assign]
     checkpoint.load(engine, folder)
     return failed_after, str(caught.value)

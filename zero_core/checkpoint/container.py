@@ -4,15 +4,15 @@
 
 What a file holds follows from the manifest (`rank_contents`, `buffer_contents`), so where anything lies is
 never read from the file. The header's `__metadata__` carries a digest of every chunk of the data, and one of
-every block, by which the ends of a range are verified. The length of a header depends on the contents only:
-the data can be written before their digests are known.
+every block, by which ranges are verified. The length of a header depends on the contents only: the data can
+be written before their digests are known.
 
 Pure: knows neither files nor torch. Any reader of safetensors opens such a file without this package.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -26,12 +26,10 @@ from zero_core.layout import Layout
 FORMAT = "elastic-zero/2"
 
 CHUNK_BYTES = 4 << 20
-"""What is written at a time, and verified at a time where all of it is wanted; the last may be shorter."""
+"""What is written at a time, and has a digest of its own; the last may be shorter."""
 
 BLOCK_BYTES = 1 << 18
-"""What is verified at a time elsewhere: a range costs two of these more at most; the last may be shorter."""
-
-BLOCKS_OF_A_CHUNK = CHUNK_BYTES // BLOCK_BYTES
+"""What is verified at a time: a range costs two of these more at most; the last may be shorter."""
 
 DIGEST_DIGITS = 32
 
@@ -56,7 +54,8 @@ DTYPE_NAMES = {
 
 _COMPUTE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
-_DIGESTS = re.compile(rb'\{"__metadata__":\{[^}]*"chunks":"([0-9a-f]*)","blocks":"([0-9a-f]*)"')
+_DIGESTS = re.compile(rb'\{"__metadata__":\{[^}]*"chunks":"([^"]*)","blocks":"([^"]*)"')
+_DIGITS = b"0123456789abcdef"
 
 Buffers = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, dtype in safetensors' names, and shape of each of a model's buffers."""
@@ -85,10 +84,15 @@ class Entry:
 
 
 class Digests(NamedTuple):
-    """Of a file's data section: one for each chunk, and one for each block, in order."""
+    """Of a file's data section: those of all chunks, and of all blocks, in order and without gaps."""
 
-    chunks: tuple[str, ...]
-    blocks: tuple[str, ...]
+    chunks: str
+    blocks: str
+
+    def fit(self, contents: "Contents") -> bool:
+        """Whether there are as many as these contents have chunks and blocks."""
+        wanted = contents.chunks * DIGEST_DIGITS, contents.blocks * DIGEST_DIGITS
+        return (len(self.chunks), len(self.blocks)) == wanted
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Contents:
     @cached_property
     def header_bytes(self) -> int:
         """Bytes in front of the data section, the length among them."""
-        zeros = ("0" * DIGEST_DIGITS,)
+        zeros = "0" * DIGEST_DIGITS
         return len(header(self, Digests(zeros * self.chunks, zeros * self.blocks)))
 
     @property
@@ -199,20 +203,18 @@ def buffer_contents(buffers: Iterable[tuple[str, str, tuple[int, ...]]]) -> Cont
 
 def header(contents: Contents, digests: Digests) -> bytes:
     """The bytes in front of the data section."""
-    counts = len(digests.chunks), len(digests.blocks)
-    if counts != (contents.chunks, contents.blocks) or any(
-        len(one) != DIGEST_DIGITS for part in digests for one in part
-    ):
+    if not digests.fit(contents):
         raise CheckpointError(
-            f"{contents.chunks} chunks and {contents.blocks} blocks need a digest each, got {counts}"
+            f"{contents.chunks} chunks and {contents.blocks} blocks need a digest each of {DIGEST_DIGITS} "
+            f"digits, got {len(digests.chunks)} and {len(digests.blocks)} digits"
         )
     table: dict[str, object] = {
         "__metadata__": {
             "format": FORMAT,
             "chunk_bytes": str(CHUNK_BYTES),
             "block_bytes": str(BLOCK_BYTES),
-            "chunks": "".join(digests.chunks),
-            "blocks": "".join(digests.blocks),
+            "chunks": digests.chunks,
+            "blocks": digests.blocks,
         }
     }
     for entry in contents.entries:
@@ -229,9 +231,9 @@ def header(contents: Contents, digests: Digests) -> bytes:
 def digests_in(header_bytes: bytes, contents: Contents) -> Digests:
     """The digests, from a header that is what `contents` say in every other byte."""
     found = _DIGESTS.match(header_bytes, 8)
-    digests = Digests(*(_cut(part.decode()) for part in found.groups())) if found else Digests((), ())
-    counts = len(digests.chunks), len(digests.blocks)
-    if counts != (contents.chunks, contents.blocks) or header_bytes != header(contents, digests):
+    parts = found.groups() if found else (b"", b"")
+    digests = Digests(*("" if part.translate(None, _DIGITS) else part.decode() for part in parts))
+    if not digests.fit(contents) or header_bytes != header(contents, digests):
         raise CheckpointError(
             f"the header of {len(header_bytes)} bytes is not the one that the manifest leads to: it is "
             "damaged, or of another checkpoint"
@@ -239,24 +241,34 @@ def digests_in(header_bytes: bytes, contents: Contents) -> Digests:
     return digests
 
 
-def _cut(text: str) -> tuple[str, ...]:
-    whole = len(text) - len(text) % DIGEST_DIGITS
-    return tuple(text[at : at + DIGEST_DIGITS] for at in range(0, whole, DIGEST_DIGITS))
-
-
 def digest(*buffers: bytes | bytearray | memoryview) -> str:
     """xxh3 of 128 bits over all bytes in order, as 32 hexadecimal digits."""
     if len(buffers) == 1:
         return xxhash.xxh3_128_hexdigest(buffers[0])
-    running = running_digest()
+    running = xxhash.xxh3_128()
     for buffer in buffers:
         running.update(buffer)
     return running.hexdigest()
 
 
-def running_digest() -> "xxhash.xxh3_128":
-    """The same, of bytes that come piece by piece: `update`, and `hexdigest` at the end."""
-    return xxhash.xxh3_128()
+def digests_of(buffers: Sequence[memoryview], size: int) -> list[str]:
+    """A digest of every `size` bytes, in order; the last ones may be fewer."""
+    taken, found = xxhash.xxh3_128_hexdigest, list[str]()
+    parts, missing = list[memoryview](), size
+    for buffer in buffers:
+        at = 0
+        if parts:
+            parts.append(buffer[:missing])
+            at, missing = len(parts[-1]), missing - len(parts[-1])
+            if missing:
+                continue
+            found.append(digest(*parts))
+            parts, missing = [], size
+        rest = len(buffer) - (len(buffer) - at) % size
+        found += [taken(buffer[start : start + size]) for start in range(at, rest, size)]
+        if rest < len(buffer):
+            parts, missing = [buffer[rest:]], size - (len(buffer) - rest)
+    return [*found, digest(*parts)] if parts else found
 
 
 def _placed(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Contents:

@@ -5,7 +5,7 @@ own tensors (`reading`). Collective: ranks agree first on what can be known earl
 the headers of all files), then after every gigabyte, so an error on one rank is soon one on all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import kind_dtype
 from zero_core.checkpoint.manifest import Manifest, Place
 from zero_core.checkpoint.reading import Reader, Target, Want, read_manifest
-from zero_core.checkpoint.store import Store, open_store
+from zero_core.checkpoint.store import open_store
 from zero_core.checkpoint.tensors import TORCH_DTYPES, bytes_of, named
 from zero_core.collectives import Collectives
 from zero_core.engine import ZeroEngine
@@ -74,7 +74,11 @@ def load_newest(
     try:
         if engine.rank == 0:  # one rank looks: another might see one more, or one less
             store = open_store(root)
-            names = _candidates(store, not_after)
+            names = [
+                name
+                for name in reversed(manifests.committed(store))
+                if not_after is None or (manifests.parse_name(name) or (0, 0))[0] <= not_after
+            ]
             locations = [store.location(name) for name in names]
     except Exception as error:
         failure = error
@@ -95,18 +99,6 @@ def load_newest(
         f"{root} has no checkpoint{limit} that can be read{reasons or ': it has none'}; begin anew, or "
         "restore one"
     )
-
-
-def _candidates(store: Store, not_after: int | None) -> list[str]:
-    """The names of all committed checkpoints, whole or not, the newest first."""
-    found = {
-        parsed: name
-        for name in store.names()
-        if (parsed := manifests.parse_name(name)) is not None
-        and (not_after is None or parsed[0] <= not_after)
-        and manifests.is_committed(store, name)
-    }
-    return [found[parsed] for parsed in sorted(found, reverse=True)]
 
 
 def _load(engine: ZeroEngine, folder: Place, *, cast: bool, name: str | None = None) -> Manifest:
@@ -142,14 +134,14 @@ class _Loading:
         if name not in (None, says):
             file = f"{folder}/{manifests.MANIFEST}"
             raise DamagedError(file, 0, 0, f"says that it is {says}: a copy under another name")
-        _check_same_model(engine, self.manifest, str(folder), cast=cast)
+        self._own = persistent_buffers(engine.module)
+        _check_same_model(engine, self.manifest, self._own, str(folder), cast=cast)
         self._reader = Reader(folder, self.manifest)
         held = list(held_states(engine.optimizer.states, engine.units, whole_replicas=True))
         wants = [Want(h.kind, h.unit, h.start, h.start + h.tensor.numel()) for h in held]
         self._targets = [_target(self.manifest, one) for one in held]
         self._reads = self._reader.plan(wants)
         names, self._buffers_read = self._reader.plan_buffers()
-        self._own = persistent_buffers(engine.module)
         self._buffers = {
             name: torch.empty(shape, dtype=TORCH_DTYPES[dtype])
             for name, dtype, shape in self.manifest.buffers
@@ -227,7 +219,9 @@ def _target(manifest: Manifest, held: HeldState) -> Target:
     return put
 
 
-def _check_same_model(engine: ZeroEngine, manifest: Manifest, folder: str, *, cast: bool) -> None:
+def _check_same_model(
+    engine: ZeroEngine, manifest: Manifest, buffers: Mapping[str, torch.Tensor], folder: str, *, cast: bool
+) -> None:
     """Raises CheckpointError that names what is missing, unknown or different."""
     if manifest.precision != engine.config.precision and not cast:
         raise CheckpointError(
@@ -251,7 +245,7 @@ def _check_same_model(engine: ZeroEngine, manifest: Manifest, folder: str, *, ca
         raise CheckpointError(
             f"{folder} holds another model: {found}; build the engine from the model that was saved"
         )
-    own = {name: _form(buffer) for name, buffer in persistent_buffers(engine.module).items()}
+    own = {name: _form(buffer) for name, buffer in buffers.items()}
     saved = {name: (TORCH_DTYPES[dtype], tuple(shape)) for name, dtype, shape in manifest.buffers}
     found = named(
         {

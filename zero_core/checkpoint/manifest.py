@@ -158,7 +158,8 @@ def _checked(data: Mapping[str, Any], source: str) -> Manifest:
             raise CheckpointError(f"{source}: {what}, not {seen!r:.80}")
 
     def count(value: Any, what: str, least: int = 0) -> int:
-        need(type(value) is int and value >= least, f"{what} must be a whole number from {least} on", value)
+        if type(value) is not int or value < least:  # there are thousands: no text for those that fit
+            need(False, f"{what} must be a whole number from {least} on", value)
         return int(value)
 
     def shape(value: Any) -> tuple[int, ...]:
@@ -301,20 +302,24 @@ def read(folder: Place) -> Manifest:
     return manifest
 
 
+def committed(root: Place) -> list[str]:
+    """Names of all checkpoints under `root`, whole or not, oldest first; of one step the newer last."""
+    store = open_store(root)
+    found = {parsed: name for name in store.names() if (parsed := parse_name(name)) is not None}
+    return [found[parsed] for parsed in sorted(found) if is_committed(store, found[parsed])]
+
+
 def scan(root: Place) -> list[CheckpointInfo]:
     """The committed checkpoints under `root`, oldest first; of one step saved twice, the newer generation."""
     store = open_store(root)
     newest: dict[int, CheckpointInfo] = {}
-    for name in store.names():
-        parsed = parse_name(name)
-        if parsed is None or not is_committed(store, name):
-            continue
+    for name in committed(store):
         location = store.location(name)
         try:
             manifest = read(location)
         except (CheckpointError, OSError):
             continue  # damaged, or being deleted: not one that could be loaded
-        if (manifest.step, manifest.generation) != parsed:
+        if (manifest.step, manifest.generation) != parse_name(name):
             continue  # a copy under another name
         info = CheckpointInfo(
             step=manifest.step,

@@ -1,10 +1,10 @@
 """Reading ranges of a checkpoint: which bytes of which files, each block once, every block verified.
 
-Owns the plan (`plan`, `block_reads`: plain integers) and carrying it out (`Reader`). Ranges of the logical
+Owns the plan (`plan`, `stretches`: plain integers) and carrying it out (`Reader`). Ranges of the logical
 space are cut by who owned them at the saving N, the pieces are grouped by file, and a file is walked from its
-beginning to its end. Where all of a chunk is wanted, it is verified as a whole, else by blocks: what is asked
-for of a block goes straight to its target, the rest to a scratch buffer. Digests are taken while the bytes
-are in the cache. Nothing is read twice by one call.
+beginning to its end. Blocks that follow each other are one stretch, read in strips: what is asked for goes
+straight to its target, the rest to a scratch buffer, and each block is verified while the cache has it.
+Nothing is read twice by one call.
 
 Knows nothing of engines, process groups or tensors.
 """
@@ -22,17 +22,18 @@ from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
     BLOCK_BYTES,
     CHUNK_BYTES,
+    DIGEST_DIGITS,
     MODEL,
     Contents,
     Digests,
     buffer_contents,
     digest,
     digests_in,
+    digests_of,
     item_bytes,
     kind_dtype,
     kinds_of,
     rank_contents,
-    running_digest,
 )
 from zero_core.checkpoint.manifest import Manifest, Place
 from zero_core.checkpoint.store import Fill, open_store
@@ -47,18 +48,15 @@ _SEGMENT_BYTES = 64 << 20
 """What is in memory at a time where all of a checkpoint is gone through."""
 
 _REQUEST_BYTES = 8 * CHUNK_BYTES
-"""Neighbours are asked of a remote store together, up to so many bytes."""
+"""What is asked of a remote store at a time: a request waits for its answer."""
 
-_STRIP_BYTES = 1 << 19
-"""Of a chunk, what is read and taken into its digest at a time, while the core's own cache has it."""
+_STRIP_BYTES = 8 * BLOCK_BYTES
+"""What is read at a time elsewhere: its digests are taken while the core's own cache has it."""
 
 _OTHER = "not what was written: the checkpoint is damaged, load an older one"
 
-_KEPT_BYTES = 16 * CHUNK_BYTES
+_KEPT_BLOCKS = 256
 """What `Reader.fetch` keeps of what it has read."""
-
-_MOST_BUFFERS = 64
-"""A block that falls into more buffers is read whole and copied: cheaper, and below every system's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +88,26 @@ class Piece(NamedTuple):
     offset: int
 
 
-class BlockRead(NamedTuple):
-    """Block number `number`, bytes [start, stop) of the data section, and the pieces in it, in order.
+class Stretch(NamedTuple):
+    """Whole blocks, bytes [start, stop) of a file's data section, and the pieces in them, in order."""
 
-    chunk  it is a chunk instead, all of which is wanted
-    """
-
-    number: int
     start: int
     stop: int
     pieces: tuple[Piece, ...]
-    chunk: bool = False
+
+    def strips(self, most_bytes: int) -> Iterator["Stretch"]:
+        """The same, `most_bytes` at a time, a multiple of a block; pieces are cut where a strip ends."""
+        index = 0
+        for start in range(self.start, self.stop, most_bytes):
+            stop, inside = min(start + most_bytes, self.stop), list[Piece]()
+            while index < len(self.pieces) and self.pieces[index].start < stop:
+                first, last, want, offset = self.pieces[index]
+                begin = max(first, start)
+                inside.append(Piece(begin, min(last, stop), want, offset + begin - first))
+                if last > stop:
+                    break
+                index += 1
+            yield Stretch(start, stop, tuple(inside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +115,11 @@ class FileRead:
     """What is read of file number `file`: a rank's, or, numbered as the world size, that of the buffers."""
 
     file: int
-    blocks: tuple[BlockRead, ...]
+    stretches: tuple[Stretch, ...]
 
     @property
     def bytes(self) -> int:
-        return sum(block.stop - block.start for block in self.blocks)
+        return sum(stretch.stop - stretch.start for stretch in self.stretches)
 
 
 def plan(
@@ -146,30 +153,21 @@ def plan(
     return found
 
 
-def block_reads(pieces: Sequence[Piece], block_bytes: int, data_bytes: int) -> Iterator[BlockRead]:
+def stretches(pieces: Sequence[Piece], block_bytes: int, data_bytes: int) -> Iterator[Stretch]:
     """The blocks that pieces, ordered and apart from each other, lie in: each once, in order."""
-    index, inside = -1, list[Piece]()
+    start, stop, inside = 0, 0, list[Piece]()
     for piece in pieces:
-        start = piece.start
-        while start < piece.stop:
-            if start // block_bytes != index:
-                if inside:
-                    yield _block(index, inside, block_bytes, data_bytes)
-                index, inside = start // block_bytes, []
-            stop = min(piece.stop, (index + 1) * block_bytes)
-            inside.append(Piece(start, stop, piece.want, piece.offset + start - piece.start))
-            start = stop
+        if piece.start == piece.stop:
+            continue
+        first = piece.start // block_bytes * block_bytes
+        if inside and first > stop:
+            yield Stretch(start, stop, tuple(inside))
+            inside = []
+        start = start if inside else first
+        stop = -(-piece.stop // block_bytes) * block_bytes
+        inside.append(piece)
     if inside:
-        yield _block(index, inside, block_bytes, data_bytes)
-
-
-def verifiable_reads(pieces: Sequence[Piece], data_bytes: int) -> Iterator[BlockRead]:
-    """The chunks all of which the pieces want, and the blocks they lie in elsewhere, in order."""
-    for chunk in block_reads(pieces, CHUNK_BYTES, data_bytes):
-        if sum(piece.stop - piece.start for piece in chunk.pieces) == chunk.stop - chunk.start:
-            yield chunk._replace(chunk=True)
-        else:
-            yield from block_reads(chunk.pieces, BLOCK_BYTES, data_bytes)
+        yield Stretch(start, min(stop, data_bytes), tuple(inside))
 
 
 def segments(numel: int, item: int) -> Iterator[tuple[int, int]]:
@@ -177,11 +175,6 @@ def segments(numel: int, item: int) -> Iterator[tuple[int, int]]:
     step = _SEGMENT_BYTES // item
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
-
-
-def _block(index: int, pieces: list[Piece], block_bytes: int, data_bytes: int) -> BlockRead:
-    start = index * block_bytes
-    return BlockRead(index, start, min(start + block_bytes, data_bytes), tuple(pieces))
 
 
 class Places:
@@ -252,10 +245,8 @@ class Reader:
         self._places = Places(self.manifest)
         self._contents: dict[int, Contents] = {}
         self._digests: dict[int, Digests] = {}
-        self._kept: dict[tuple[int, int, int], memoryview] = {}
-        # A request to a remote store waits for its answer; here what is read at once is to stay in the cache.
-        self._near = self._store.moves
-        self._most_bytes = CHUNK_BYTES if self._near else _REQUEST_BYTES
+        self._kept: dict[tuple[int, int], memoryview] = {}
+        self._most_bytes = _STRIP_BYTES if self._store.moves else _REQUEST_BYTES
         self._scratch = memoryview(bytearray(self._most_bytes))
 
     def name(self, file: int) -> str:
@@ -275,12 +266,6 @@ class Reader:
         """Which blocks of which files make up the wants; nothing is read."""
         pieces = plan(self.manifest.layout, wants, self._places)
         return [self._file_read(file, pieces[file]) for file in sorted(pieces)]
-
-    def plan_whole(self, file: int) -> FileRead:
-        """Every chunk of a file, for no want: to verify it."""
-        contents = self.contents(file)
-        spans = (contents.chunk(index) for index in range(contents.chunks))
-        return FileRead(file, tuple(BlockRead(i, *span, (), chunk=True) for i, span in enumerate(spans)))
 
     def plan_buffers(self) -> tuple[list[str], FileRead]:
         """The names of the model's buffers, in the order of the wants that the plan's pieces speak of."""
@@ -319,9 +304,10 @@ class Reader:
         for read in reads:
             digests = self._digests_of(read.file)
             with self._opened(read.file) as fill:
-                for blocks in _neighbours(read.blocks, self._most_bytes):
-                    self._read_blocks(read.file, fill, blocks, digests, targets)
-                    yield blocks[-1].stop - blocks[0].start
+                for stretch in read.stretches:
+                    for strip in stretch.strips(self._most_bytes):
+                        self._read_strip(read.file, fill, strip, digests, targets)
+                        yield strip.stop - strip.start
 
     def damage(self, file: int) -> Iterator[DamagedError]:
         """Read a whole file; yields what is wrong with it, block by block."""
@@ -330,49 +316,62 @@ class Reader:
         except DamagedError as error:
             yield error
             return
-        fill = partial(self._store.read_into, self.name(file))
-        for blocks in _neighbours(self.plan_whole(file).blocks, self._most_bytes):
+        contents, most = self.contents(file), max(self._most_bytes, CHUNK_BYTES)
+        fill, memory = partial(self._store.read_into, self.name(file)), memoryview(bytearray(most))
+        for strip in Stretch(0, contents.data_bytes, ()).strips(most):
+            room = memory[: strip.stop - strip.start]
             try:
-                self._read_blocks(file, fill, blocks, digests, ())
+                self._fill(file, fill, contents.header_bytes + strip.start, [room], len(room))
             except DamagedError as found:
-                closer = [error for block in blocks for error in self._closer(file, fill, block, digests)]
-                yield from closer or [found]
+                yield from list(self._closer(file, fill, strip, digests)) or [found]
+                continue
+            first = strip.start // CHUNK_BYTES
+            for number in _unlike(digests_of([room], CHUNK_BYTES), digests.chunks, first):
+                chunk = Stretch(*contents.chunk(number), ())
+                other = self._other(file, chunk.start, chunk.stop)
+                yield from list(self._closer(file, fill, chunk, digests)) or [other]
+
+    def _closer(self, file: int, fill: Fill, stretch: Stretch, digests: Digests) -> Iterator[DamagedError]:
+        """What is wrong with each block of a damaged stretch."""
+        for block in stretch.strips(BLOCK_BYTES):
+            try:
+                self._read_strip(file, fill, block, digests, ())
+            except DamagedError as error:
+                yield error
 
     def _fetch(self, reads: Sequence[FileRead], sizes: Sequence[int]) -> list[bytearray]:
         found = [bytearray(size) for size in sizes]
         for read in reads:
-            for blocks in _neighbours(read.blocks, self._most_bytes):
-                for block, data in zip(blocks, self._kept_blocks(read.file, blocks), strict=True):
-                    for piece in block.pieces:
-                        end = piece.offset + piece.stop - piece.start
-                        found[piece.want][piece.offset : end] = data[
-                            piece.start - block.start : piece.stop - block.start
-                        ]
+            for stretch in read.stretches:
+                for strip in stretch.strips(max(self._most_bytes, CHUNK_BYTES)):
+                    data = self._kept_blocks(read.file, strip)
+                    for block in strip.strips(BLOCK_BYTES):
+                        for piece in block.pieces:
+                            end = piece.offset + piece.stop - piece.start
+                            found[piece.want][piece.offset : end] = data[block.start][
+                                piece.start - block.start : piece.stop - block.start
+                            ]
         return found
 
-    def _kept_blocks(self, file: int, blocks: Sequence[BlockRead]) -> list[memoryview]:
-        """Whole blocks or chunks, verified; from memory where they were among the last."""
-        keys = [(file, block.start, block.stop) for block in blocks]
-        missing = [block for block, key in zip(blocks, keys, strict=True) if key not in self._kept]
-        fill = partial(self._store.read_into, self.name(file))
-        for run in _neighbours(missing, self._most_bytes):
-            memory = [memoryview(bytearray(block.stop - block.start)) for block in run]
-            whole = [
-                block._replace(pieces=(Piece(block.start, block.stop, number, 0),))
-                for number, block in enumerate(run)
-            ]
-            self._read_blocks(file, fill, whole, self._digests_of(file), memory)
-            self._kept |= {(file, b.start, b.stop): data for b, data in zip(run, memory, strict=True)}
-        found = [self._kept.pop(key) for key in keys]
-        self._kept |= dict(zip(keys, found, strict=True))
-        while sum(map(len, self._kept.values())) > _KEPT_BYTES:
+    def _kept_blocks(self, file: int, strip: Stretch) -> dict[int, memoryview]:
+        """All blocks of a strip by where they begin, verified; from memory where they were among the last."""
+        blocks = [(block.start, block.stop) for block in strip.strips(BLOCK_BYTES)]
+        missing = [block for block in blocks if (file, block[0]) not in self._kept]
+        memory = [memoryview(bytearray(stop - start)) for start, stop in missing]
+        pieces = [Piece(*block, number, 0) for number, block in enumerate(missing)]
+        for _ in self.read([self._file_read(file, pieces)] if missing else [], memory):
+            pass
+        self._kept |= {(file, start): data for (start, _), data in zip(missing, memory, strict=True)}
+        found = {start: self._kept.pop((file, start)) for start, _ in blocks}
+        self._kept |= {(file, start): data for start, data in found.items()}
+        while len(self._kept) > _KEPT_BLOCKS:
             del self._kept[next(iter(self._kept))]
         return found
 
     def _file_read(self, file: int, pieces: Sequence[Piece]) -> FileRead:
         buffers = file == self.manifest.world_size
         size = self.contents(file).data_bytes if buffers else self._places.data_bytes(file)
-        return FileRead(file, tuple(verifiable_reads(pieces, size)))
+        return FileRead(file, tuple(stretches(pieces, BLOCK_BYTES, size)))
 
     def _digests_of(self, file: int) -> Digests:
         """Of all that lies in a file, once its header has turned out to be as it was written."""
@@ -407,94 +406,48 @@ class Reader:
     def _damaged(self, file: int, start: int, stop: int, what: str) -> DamagedError:
         return DamagedError(self._store.location(self.name(file)), start, stop, what)
 
-    def _read_blocks(
-        self,
-        file: int,
-        fill: Fill,
-        blocks: Sequence[BlockRead],
-        digests: Digests,
-        targets: Sequence[Target],
+    def _other(self, file: int, start: int, stop: int) -> DamagedError:
+        """Of bytes [start, stop) of the data section that are not those that were written."""
+        begin = self.contents(file).header_bytes
+        return self._damaged(file, begin + start, begin + stop, f"the bytes are {_OTHER}")
+
+    def _read_strip(
+        self, file: int, fill: Fill, strip: Stretch, digests: Digests, targets: Sequence[Target]
     ) -> None:
-        """Read neighbours at once, and verify each before any of it is copied on."""
-        base, begin = blocks[0].start, self.contents(file).header_bytes
-        memory = [_buffers(b, targets, self._scratch[b.start - base : b.stop - base]) for b in blocks]
-        if self._near and blocks[0].chunk:
-            found = [self._taken_in(file, fill, begin + base, memory[0][0])]
-        else:
-            whole = [buffer for buffers, _ in memory for buffer in buffers]
-            self._fill(file, fill, begin + base, whole, blocks[-1].stop - base)
-            found = [digest(*buffers) for buffers, _ in memory]
-        for block, told, (_, copies) in zip(blocks, found, memory, strict=True):
-            if told != (digests.chunks if block.chunk else digests.blocks)[block.number]:
-                raise next(
-                    self._closer(file, fill, block, digests),
-                    self._damaged(file, begin + block.start, begin + block.stop, f"the bytes are {_OTHER}"),
-                )
-            for piece, view in copies:
-                target = targets[piece.want]
-                if isinstance(target, memoryview):
-                    target[piece.offset : piece.offset + len(view)] = view
-                else:
-                    target(piece.offset, view)
-
-    def _taken_in(self, file: int, fill: Fill, offset: int, buffers: Sequence[memoryview]) -> str:
-        """Fill the buffers from an offset on, strip by strip; the digest of it all."""
-        running = running_digest()
-        for buffer in buffers:
-            for start in range(0, len(buffer), _STRIP_BYTES):
-                strip = buffer[start : start + _STRIP_BYTES]
-                self._fill(file, fill, offset, (strip,), len(strip))
-                running.update(strip)
-                offset += len(strip)
-        return running.hexdigest()
-
-    def _closer(self, file: int, fill: Fill, chunk: BlockRead, digests: Digests) -> Iterator[DamagedError]:
-        """Which blocks of a damaged chunk are; of a block nothing more is known."""
-        if not chunk.chunk:
-            return
-        contents = self.contents(file)
-        first = chunk.start // BLOCK_BYTES
-        for number in range(first, -(-chunk.stop // BLOCK_BYTES)):
-            try:
-                block = BlockRead(number, *contents.block(number), ())
-                self._read_blocks(file, fill, [block], digests, ())
-            except DamagedError as error:
-                yield error
-
-
-def _neighbours(blocks: Sequence[BlockRead], most_bytes: int) -> Iterator[list[BlockRead]]:
-    """Blocks and chunks that follow each other in the file, of so many bytes at most together."""
-    run = list[BlockRead]()
-    for block in blocks:
-        if run and (block.stop - run[0].start > most_bytes or block.start != run[-1].stop):
-            yield run
-            run = []
-        run.append(block)
-    if run:
-        yield run
+        """Read a strip at once, and verify each block of it before any of it is copied on."""
+        buffers, copies = _buffers(strip, targets, self._scratch)
+        begin = self.contents(file).header_bytes
+        self._fill(file, fill, begin + strip.start, buffers, strip.stop - strip.start)
+        found, first = digests_of(buffers, BLOCK_BYTES), strip.start // BLOCK_BYTES
+        for number in _unlike(found, digests.blocks, first):
+            raise self._other(file, *self.contents(file).block(number))
+        for put, offset, view in copies:
+            put(offset, view)
 
 
 def _buffers(
-    block: BlockRead, targets: Sequence[Target], scratch: memoryview
-) -> tuple[list[memoryview], list[tuple[Piece, memoryview]]]:
-    """Memory for all bytes of a block, in order; and the pieces that have to be copied on from `scratch`."""
-    first = block.pieces[0] if block.pieces else None
-    if first is not None and first.start == block.start and first.stop == block.stop:
-        target = targets[first.want]
-        if isinstance(target, memoryview):
-            return [target[first.offset : first.offset + first.stop - first.start]], []
-    buffers, copies, reached = list[memoryview](), list[tuple[Piece, memoryview]](), block.start
-    apart = 2 * len(block.pieces) + 1 > _MOST_BUFFERS
-    for piece in block.pieces:
-        aside = scratch[piece.start - block.start : piece.stop - block.start]
-        target = targets[piece.want]
-        if apart or not isinstance(target, memoryview):
-            copies.append((piece, aside))
+    strip: Stretch, targets: Sequence[Target], scratch: memoryview
+) -> tuple[list[memoryview], list[tuple[Callable[[int, memoryview], None], int, memoryview]]]:
+    """Memory for all bytes of a strip, in order; and what functions get of it: offset and bytes."""
+    buffers, copies, reached = list[memoryview](), [], strip.start
+    for start, stop, want, offset in strip.pieces:
+        target = targets[want]
+        if not isinstance(target, memoryview):
+            copies.append((target, offset, scratch[start - strip.start : stop - strip.start]))
             continue
-        if reached < piece.start:
-            buffers.append(scratch[reached - block.start : piece.start - block.start])
-        buffers.append(target[piece.offset : piece.offset + piece.stop - piece.start])
-        reached = piece.stop
-    if reached < block.stop:
-        buffers.append(scratch[reached - block.start : block.stop - block.start])
+        if reached < start:
+            buffers.append(scratch[reached - strip.start : start - strip.start])
+        buffers.append(target[offset : offset + stop - start])
+        reached = stop
+    if reached < strip.stop:
+        buffers.append(scratch[reached - strip.start : strip.stop - strip.start])
     return buffers, copies
+
+
+def _unlike(found: Sequence[str], told: str, first: int) -> Iterator[int]:
+    """Which chunks or blocks, from number `first` on, have another digest than was written."""
+    start = first * DIGEST_DIGITS
+    if "".join(found) != told[start : start + len(found) * DIGEST_DIGITS]:
+        for number, one in enumerate(found, first):
+            if one != told[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]:
+                yield number

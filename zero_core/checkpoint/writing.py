@@ -10,11 +10,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 from zero_core.checkpoint import manifest as manifests
-from zero_core.checkpoint.container import BLOCKS_OF_A_CHUNK, Contents, Digests, digest, header, kinds_of
+from zero_core.checkpoint.container import (
+    BLOCK_BYTES,
+    Contents,
+    Digests,
+    digest,
+    digests_of,
+    header,
+    kinds_of,
+)
 from zero_core.checkpoint.manifest import LATEST, MANIFEST, SAVING, Manifest
 from zero_core.checkpoint.store import Store
 from zero_core.errors import CheckpointError, FencedError
@@ -61,43 +68,36 @@ def write_file(store: Store, path: str, payload: Payload) -> tuple[int, str]:
     of_chunks: list[str] = []
     of_blocks: list[str] = []
 
-    def take(blocks: list[list[memoryview]]) -> list[memoryview]:
-        of_blocks.extend(digest(*block) for block in blocks)
-        parts = [part for block in blocks for part in block]
-        of_chunks.append(digest(*parts))
-        return parts
+    def take(chunk: list[memoryview]) -> None:
+        of_blocks.extend(digests_of(chunk, BLOCK_BYTES))
+        of_chunks.append(digest(*chunk))
 
     def front() -> bytes:
-        return header(contents, Digests(tuple(of_chunks), tuple(of_blocks)))
+        return header(contents, Digests("".join(of_chunks), "".join(of_blocks)))
 
     if store.sequential:  # the header comes first, and needs all digests
-        for blocks in _chunks(payload):
-            take(blocks)
+        for chunk in _chunks(payload):
+            take(chunk)
     with store.writing(path, contents.file_bytes) as out:
         if store.sequential:
             out.write(0, [memoryview(front())])
         offset = contents.header_bytes
-        for blocks in _chunks(payload):
-            parts = [part for block in blocks for part in block] if store.sequential else take(blocks)
-            out.write(offset, parts)
-            offset += sum(map(len, parts))
+        for chunk in _chunks(payload):
+            if not store.sequential:
+                take(chunk)
+            out.write(offset, chunk)
+            offset += sum(map(len, chunk))
         if not store.sequential:
             out.write(0, [memoryview(front())])
     return contents.file_bytes, digest(front())
 
 
-def _chunks(payload: Payload) -> Iterator[list[list[memoryview]]]:
-    """The blocks of each chunk, in the pieces they lie in."""
-    blocks = _blocks(payload)
-    while chunk := list(islice(blocks, BLOCKS_OF_A_CHUNK)):
-        yield chunk
-
-
-def _blocks(payload: Payload) -> Iterator[list[memoryview]]:
+def _chunks(payload: Payload) -> Iterator[list[memoryview]]:
+    """Each chunk, in the pieces it lies in."""
     pieces = iter(payload.pieces)
     piece = memoryview(b"")
-    for index in range(payload.contents.blocks):
-        start, stop = payload.contents.block(index)
+    for index in range(payload.contents.chunks):
+        start, stop = payload.contents.chunk(index)
         missing, parts = stop - start, list[memoryview]()
         while missing:
             if not piece:

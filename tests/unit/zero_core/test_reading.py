@@ -12,18 +12,24 @@ from hypothesis import strategies as st
 
 from tests.unit.zero_core.written import States, data_of, make, random_states, write
 from zero_core.checkpoint import manifest as manifests
-from zero_core.checkpoint.container import BLOCK_BYTES, CHUNK_BYTES, item_bytes, kind_dtype, rank_contents
+from zero_core.checkpoint.container import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    DIGEST_DIGITS,
+    item_bytes,
+    kind_dtype,
+    rank_contents,
+)
 from zero_core.checkpoint.manifest import Manifest
 from zero_core.checkpoint.reading import (
-    BlockRead,
     FileRead,
     Piece,
     Places,
     Reader,
+    Stretch,
     Want,
-    block_reads,
     plan,
-    verifiable_reads,
+    stretches,
     wants_of,
 )
 from zero_core.checkpoint.store import Fill, LocalStore
@@ -71,19 +77,23 @@ def carry_out(old: Manifest, wants: Sequence[Want], data: Sequence[bytes], block
     targets = [bytearray((w.stop - w.start) * item(old, w.kind, w.unit)) for w in wants]
     written = [np.zeros(len(target), dtype=int) for target in targets]
     for file, pieces in plan(old.layout, wants, place).items():
-        blocks: list[BlockRead] = list(block_reads(pieces, block_bytes, len(data[file])))
-        assert all(a.number < b.number for a, b in pairwise(blocks)), "no block is read twice"
+        found: list[Stretch] = list(stretches(pieces, block_bytes, len(data[file])))
+        assert all(a.stop < b.start for a, b in pairwise(found)), "no block is read twice"
         runs = 1 + sum(a.stop != b.start for a, b in pairwise(pieces))
         wanted = sum(piece.stop - piece.start for piece in pieces)
-        assert sum(c.stop - c.start for c in blocks) <= wanted + 2 * block_bytes * runs
-        for block in blocks:
-            assert block.start == block.number * block_bytes
-            assert block.stop == min(block.start + block_bytes, len(data[file]))
-            for piece in block.pieces:
-                assert block.start <= piece.start < piece.stop <= block.stop
-                end = piece.offset + piece.stop - piece.start
-                targets[piece.want][piece.offset : end] = data[file][piece.start : piece.stop]
-                written[piece.want][piece.offset : end] += 1
+        assert sum(s.stop - s.start for s in found) <= wanted + 2 * block_bytes * runs
+        for stretch in found:
+            strips = list(stretch.strips(3 * block_bytes))
+            assert [s.start for s in strips] == list(range(stretch.start, stretch.stop, 3 * block_bytes))
+            assert [*(s.start for s in strips[1:]), stretch.stop] == [s.stop for s in strips]
+            assert stretch.start % block_bytes == 0
+            assert stretch.stop % block_bytes == 0 or stretch.stop == len(data[file])
+            for strip in strips:
+                for piece in strip.pieces:
+                    assert strip.start <= piece.start < piece.stop <= strip.stop
+                    end = piece.offset + piece.stop - piece.start
+                    targets[piece.want][piece.offset : end] = data[file][piece.start : piece.stop]
+                    written[piece.want][piece.offset : end] += 1
     assert all((counts == 1).all() for counts in written), "every wanted byte exactly once"
     return [bytes(target) for target in targets]
 
@@ -139,7 +149,7 @@ def test_planning_takes_as_much_as_is_read_whatever_n(m: int) -> None:
         asked.clear()
         wants = wants_of(manifest, new, stage=3, rank=rank)
         found = plan(layout, wants, place)
-        blocks = sum(len(list(block_reads(pieces, 1 << 22, 1 << 60))) for pieces in found.values())
+        runs = sum(len(list(stretches(pieces, BLOCK_BYTES, 1 << 60))) for pieces in found.values())
         # Each range of a unit touches the owners it overlaps and no other.
         overlaps = sum(
             -(-(want.stop - want.start) // layout.chunk(want.unit)) + 1
@@ -147,34 +157,24 @@ def test_planning_takes_as_much_as_is_read_whatever_n(m: int) -> None:
             if want.stop > want.start
         )
         assert len(asked) == sum(len(pieces) for pieces in found.values()) <= overlaps
-        assert blocks <= 2 * len(asked)
+        assert runs <= len(asked)
 
 
-def test_a_piece_of_many_blocks_touches_each_once() -> None:
-    layout = build_layout([ParameterSpec("w", (1000,))], lambda _: "", tile=1, world_size=1)
-    found = plan(layout, [Want("master", 0, 3, 990)], lambda *_: (0, 4))
-    blocks = list(block_reads(found[0], 64, 4000))
-    assert [block.number for block in blocks] == list(range(62))
-    assert (blocks[0].start, blocks[0].stop, blocks[0].pieces[0].start) == (0, 64, 12)
-    assert blocks[-1].stop == 3968
-    assert blocks[-1].pieces[0].stop == 3960
+def test_blocks_that_follow_each_other_are_one_stretch() -> None:
+    pieces = [Piece(12, 50, 0, 0), Piece(60, 70, 1, 0), Piece(200, 3960, 2, 8), Piece(3970, 3970, 3, 0)]
+    first, second = stretches(pieces, 64, 4000)
+    assert (first.start, first.stop, first.pieces) == (0, 128, tuple(pieces[:2]))
+    assert (second.start, second.stop, second.pieces) == (192, 3968, tuple(pieces[2:3]))
+    assert list(first.strips(64)) == [
+        Stretch(0, 64, (pieces[0], Piece(60, 64, 1, 0))),
+        Stretch(64, 128, (Piece(64, 70, 1, 4),)),
+    ]
+    assert [strip.stop for strip in second.strips(1280)] == [1472, 2752, 3968]
+    (whole,) = stretches([Piece(3, 3990, 0, 0)], 64, 4000)
+    assert (whole.start, whole.stop) == (0, 4000), "the last block is short"
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 9 << 20), (5, 9 << 20), (0, 5 << 20), (1 << 20, 2 << 20)])
-def test_chunks_are_read_whole_and_blocks_elsewhere(start: int, stop: int) -> None:
-    """Bytes of a file of 9 MiB: chunks of 4, 4 and 1 MiB."""
-    reads = list(verifiable_reads([Piece(start, stop, 0, 0)], 9 << 20))
-    assert [(a.stop, b.start) for a, b in pairwise(reads)] == [(a.stop, a.stop) for a in reads[:-1]]
-    assert reads[0].start <= start
-    assert stop <= reads[-1].stop
-    for read in reads:
-        size = CHUNK_BYTES if read.chunk else BLOCK_BYTES
-        assert (read.start, read.stop) == (read.number * size, min((read.number + 1) * size, 9 << 20))
-        first = read.start // CHUNK_BYTES * CHUNK_BYTES
-        assert read.chunk == (start <= first and min(first + CHUNK_BYTES, 9 << 20) <= stop)
-
-
-def test_a_damaged_chunk_is_told_of_by_its_block(tmp_path: Path) -> None:
+def test_damage_is_told_of_by_its_block(tmp_path: Path) -> None:
     layout = build_layout([ParameterSpec("w", (3 << 20,))], lambda _: "", tile=64, world_size=1)
     manifest = make(layout, kinds=("master",))
     folder = write(tmp_path, manifest, random_states(manifest))
@@ -184,10 +184,24 @@ def test_a_damaged_chunk_is_told_of_by_its_block(tmp_path: Path) -> None:
     path.write_bytes(data)
     reader, target = Reader(folder), bytearray(12 << 20)
     reads = reader.plan([Want("master", 0, 0, 3 << 20)])
-    assert all(read.chunk for read in reads[0].blocks)
     start = head + CHUNK_BYTES + 5 * BLOCK_BYTES
     with pytest.raises(DamagedError, match=f"bytes {start} to {start + BLOCK_BYTES}"):
         list(reader.read(reads, [memoryview(target)]))
+    assert [(found.start, found.stop) for found in reader.damage(0)] == [(start, start + BLOCK_BYTES)]
+
+
+def test_a_chunk_that_its_digest_belies_is_damage_even_if_its_blocks_are_right(tmp_path: Path) -> None:
+    """Loads look at blocks: only going through a whole file shows that digests of chunks are wrong."""
+    layout = build_layout([ParameterSpec("w", (3 << 20,))], lambda _: "", tile=64, world_size=1)
+    manifest = make(layout, kinds=("master",))
+    folder = write(tmp_path, manifest, random_states(manifest))
+    contents = rank_contents(manifest, 0)
+    reader = Reader(folder)
+    right = reader._digests_of(0)
+    wrong = right.chunks[: 2 * DIGEST_DIGITS] + "0" * DIGEST_DIGITS
+    reader._digests[0] = right._replace(chunks=wrong)
+    (found,) = reader.damage(0)
+    assert (found.start, found.stop) == tuple(contents.header_bytes + at for at in contents.chunk(2))
 
 
 class Counting(LocalStore):
@@ -242,7 +256,7 @@ def test_a_reader_reads_straight_into_targets_each_block_once(tmp_path: Path, n:
 
 
 def _pieces(read: FileRead) -> list[Piece]:
-    return [piece for block in read.blocks for piece in block.pieces]
+    return [piece for stretch in read.stretches for piece in stretch.pieces]
 
 
 @pytest.mark.parametrize("remote", [False, True])

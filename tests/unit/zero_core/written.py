@@ -89,7 +89,7 @@ def digests_of(data: bytes) -> Digests:
     """Of a data section."""
     return Digests(
         *(
-            tuple(digest(data[start : start + size]) for start in range(0, len(data), size))
+            "".join(digest(data[start : start + size]) for start in range(0, len(data), size))
             for size in (CHUNK_BYTES, BLOCK_BYTES)
         )
     )
