@@ -11,7 +11,6 @@ Pure: knows neither files nor torch. Any reader of safetensors opens such a file
 """
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +53,7 @@ DTYPE_NAMES = {
 
 _COMPUTE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
-_DIGESTS = re.compile(rb'\{"__metadata__":\{[^}]*"chunks":"([^"]*)","blocks":"([^"]*)"')
+_BETWEEN = b'","blocks":"'
 _DIGITS = b"0123456789abcdef"
 
 Buffers = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -116,10 +115,32 @@ class Contents:
         return -(-self.data_bytes // BLOCK_BYTES)
 
     @cached_property
+    def blank(self) -> tuple[bytes, bytes, bytes]:
+        """The header without its digests: what comes before those of chunks, between the two, and behind."""
+        table: dict[str, object] = {
+            "__metadata__": {
+                "format": FORMAT,
+                "chunk_bytes": str(CHUNK_BYTES),
+                "block_bytes": str(BLOCK_BYTES),
+                "chunks": "",
+                "blocks": "",
+            }
+        }
+        for entry in self.entries:
+            table[entry.name] = {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "data_offsets": [entry.start, entry.stop],
+            }
+        before, between, behind = json.dumps(table, separators=(",", ":")).encode().partition(_BETWEEN)
+        room = 8 + len(before + between + behind) + (self.chunks + self.blocks) * DIGEST_DIGITS
+        whole = -(-room // _ALIGNMENT) * _ALIGNMENT
+        return (whole - 8).to_bytes(8, "little") + before, between, behind.ljust(whole - room + len(behind))
+
+    @property
     def header_bytes(self) -> int:
         """Bytes in front of the data section, the length among them."""
-        zeros = "0" * DIGEST_DIGITS
-        return len(header(self, Digests(zeros * self.chunks, zeros * self.blocks)))
+        return sum(map(len, self.blank)) + (self.chunks + self.blocks) * DIGEST_DIGITS
 
     @property
     def file_bytes(self) -> int:
@@ -208,30 +229,16 @@ def header(contents: Contents, digests: Digests) -> bytes:
             f"{contents.chunks} chunks and {contents.blocks} blocks need a digest each of {DIGEST_DIGITS} "
             f"digits, got {len(digests.chunks)} and {len(digests.blocks)} digits"
         )
-    table: dict[str, object] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "chunk_bytes": str(CHUNK_BYTES),
-            "block_bytes": str(BLOCK_BYTES),
-            "chunks": digests.chunks,
-            "blocks": digests.blocks,
-        }
-    }
-    for entry in contents.entries:
-        table[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [entry.start, entry.stop],
-        }
-    text = json.dumps(table, separators=(",", ":")).encode()
-    length = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
-    return length.to_bytes(8, "little") + text.ljust(length)
+    before, between, behind = contents.blank
+    return b"".join((before, digests.chunks.encode(), between, digests.blocks.encode(), behind))
 
 
 def digests_in(header_bytes: bytes, contents: Contents) -> Digests:
     """The digests, from a header that is what `contents` say in every other byte."""
-    found = _DIGESTS.match(header_bytes, 8)
-    parts = found.groups() if found else (b"", b"")
+    before, between, _ = contents.blank
+    first = len(before), len(before) + contents.chunks * DIGEST_DIGITS
+    second = first[1] + len(between), first[1] + len(between) + contents.blocks * DIGEST_DIGITS
+    parts = [header_bytes[start:stop] for start, stop in (first, second)]
     digests = Digests(*("" if part.translate(None, _DIGITS) else part.decode() for part in parts))
     if not digests.fit(contents) or header_bytes != header(contents, digests):
         raise CheckpointError(

@@ -108,12 +108,13 @@ def _load(engine: ZeroEngine, folder: Place, *, cast: bool, name: str | None = N
         begun = _Loading(engine, folder, cast=cast, name=name)
     except Exception as error:
         failure = error
-    rows = _agree(engine.collectives, what, failure, begun.account() if begun else (0.0, 0.0))
+    account = begun.account() if begun else (0.0, 0.0)
+    rows = _agree(engine.collectives, what, failure, (*account, *engine.step_under_way))
     assert begun is not None, "whoever failed has raised"
-    if len({mark for mark, _ in rows}) > 1:
+    if len({row[0] for row in rows}) > 1:
         raise CheckpointError(f"{what}: ranks see different manifests; is one folder behind that name?")
-    engine.begin_filling()
-    begun.read(rounds=max(1, *(-(-int(size) // _ROUND_BYTES) for _, size in rows)))
+    engine.begin_filling([row[2:] for row in rows])
+    begun.read(rounds=max(1, *(-(-int(row[1]) // _ROUND_BYTES) for row in rows)))
     begun.put_buffers()
     manifest = begun.manifest
     gate = manifest.loss_scale

@@ -444,10 +444,13 @@ def _buffers(
     return buffers, copies
 
 
-def _unlike(found: Sequence[str], told: str, first: int) -> Iterator[int]:
+def _unlike(found: Sequence[str], told: str, first: int) -> list[int]:
     """Which chunks or blocks, from number `first` on, have another digest than was written."""
     start = first * DIGEST_DIGITS
-    if "".join(found) != told[start : start + len(found) * DIGEST_DIGITS]:
-        for number, one in enumerate(found, first):
-            if one != told[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]:
-                yield number
+    if "".join(found) == told[start : start + len(found) * DIGEST_DIGITS]:
+        return []
+    return [
+        number
+        for number, one in enumerate(found, first)
+        if one != told[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
+    ]
