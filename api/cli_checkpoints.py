@@ -18,9 +18,9 @@ import typer
 from rich.table import Table
 
 from api import planning, render
-from api.cli_common import FOUND, AsJson, JobArgument, UserMistake, options_of, out
+from api.cli_common import FOUND, AsJson, JobArgument, UserMistake, err, options_of, out
 from api.client import Client
-from api.schemas import CheckpointOut, DamageOut
+from api.schemas import CheckpointOut, DamageOut, UnusableOut
 from workers.committed import committed, is_checkpoint
 from zero_core.checkpoint import manifest
 from zero_core.checkpoint.manifest import CheckpointInfo, Manifest
@@ -60,7 +60,14 @@ class _Job:
 @group.command("ls")
 def ls(context: typer.Context, target: Target, as_json: AsJson = False) -> None:
     """List the committed checkpoints, newest last."""
-    found = _listed(context, target)
+    found, unusable = _listed(context, target)
+    for bad in unusable:
+        err.print(
+            f"step {bad.step} of generation {bad.generation} cannot be loaded: {bad.what} ({bad.path})",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
     if as_json:
         typer.echo(json.dumps([one.model_dump(mode="json") for one in found]))
         return
@@ -246,15 +253,20 @@ def _of_job(client: Client, job: _Job) -> tuple[str, CheckpointOut]:
     raise UserMistake(f"job {job_id} has no checkpoint of step {job.step}; there are: {steps}")
 
 
-def _listed(context: typer.Context, target: str) -> list[CheckpointOut]:
+def _listed(context: typer.Context, target: str) -> tuple[list[CheckpointOut], list[UnusableOut]]:
+    """What can be loaded, and what is seen to be damaged."""
     job = _job(target)
     if job is not None:
         with options_of(context).client() as client:
-            found = client.checkpoints(client.find(job.prefix).id)
-        return [one for one in found if job.step in (None, one.step)]
+            found = client.surveyed_checkpoints(client.find(job.prefix).id)
+        listed, unusable = found.checkpoints, found.unusable
+        return [one for one in listed if job.step in (None, one.step)], [
+            one for one in unusable if job.step in (None, one.step)
+        ]
     with _reading(target):
-        infos = manifest.scan(target)
-    return [CheckpointOut.of(info) for info in infos] if infos else [_single(_place(target))]
+        infos, damaged = manifest.survey(target)
+    listed = [CheckpointOut.of(info) for info in infos] or [_single(_place(target))]
+    return listed, [UnusableOut.of(one) for one in damaged]
 
 
 def _chosen(context: typer.Context, target: str) -> CheckpointOut:

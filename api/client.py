@@ -207,8 +207,12 @@ class Client:
         return self._ask(LogsOut, "GET", _path(job_id, "/logs"), params=wanted).logs
 
     def checkpoints(self, job_id: str) -> list[CheckpointOut]:
-        """The committed checkpoints, newest last."""
-        return self._ask(CheckpointsOut, "GET", _path(job_id, "/checkpoints")).checkpoints
+        """The committed checkpoints that can be loaded, newest last."""
+        return self.surveyed_checkpoints(job_id).checkpoints
+
+    def surveyed_checkpoints(self, job_id: str) -> CheckpointsOut:
+        """The committed checkpoints, those that are damaged apart."""
+        return self._ask(CheckpointsOut, "GET", _path(job_id, "/checkpoints"))
 
     def save_checkpoint(self, job_id: str) -> JobOut:
         """Save one at the next step boundary."""

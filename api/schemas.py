@@ -16,13 +16,15 @@ from workers.reports import RankReport
 from workers.spec import JobSpec
 
 if TYPE_CHECKING:  # the client reads these models without loading the database's and the planner's code
+    from collections.abc import Sequence
+
     from service.checkpoints import Exported, Verified
     from service.control_plane import NodeUse, Readiness
     from service.jobs import Job
     from service.logs import LogTail
     from service.planner import Plan
     from service.store import JobPage, TimelineEntry
-    from zero_core.checkpoint.manifest import CheckpointInfo
+    from zero_core.checkpoint.manifest import CheckpointInfo, Unusable
 
 WHO_HEADER = "x-requested-by"
 """Optional request header: a name for the record of who asked. A label, no identity: the token is shared."""
@@ -237,14 +239,34 @@ class CheckpointOut(_Wire):
         )
 
 
+class UnusableOut(_Wire):
+    """A committed checkpoint that cannot be loaded."""
+
+    step: int
+    generation: int
+    path: str = Field(description="Its folder or address, as the service sees it.")
+    what: str = Field(description="What is wrong with it; 'verify' tells more.")
+
+    @classmethod
+    def of(cls, found: Unusable) -> Self:
+        return cls(step=found.step, generation=found.generation, path=found.location, what=found.what)
+
+
 class CheckpointsOut(_Wire):
     """A job's committed checkpoints, newest last."""
 
     checkpoints: list[CheckpointOut]
+    unusable: list[UnusableOut] = Field(
+        default_factory=list,
+        description="Those that a look at manifest and sizes shows to be damaged. Bits are not looked at.",
+    )
 
     @classmethod
-    def of(cls, infos: list[CheckpointInfo]) -> Self:
-        return cls(checkpoints=[CheckpointOut.of(info) for info in infos])
+    def of(cls, infos: Sequence[CheckpointInfo], unusable: Sequence[Unusable]) -> Self:
+        return cls(
+            checkpoints=[CheckpointOut.of(info) for info in infos],
+            unusable=[UnusableOut.of(found) for found in unusable],
+        )
 
 
 class DamageOut(_Wire):

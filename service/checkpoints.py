@@ -21,7 +21,7 @@ from workers.committed import committed
 from workers.naming import JobFolder
 from workers.spec import JobSpec, StartFrom
 from zero_core.checkpoint import manifest
-from zero_core.checkpoint.manifest import CheckpointInfo
+from zero_core.checkpoint.manifest import CheckpointInfo, Unusable
 from zero_core.checkpoint.store import open_store
 from zero_core.errors import CheckpointError
 
@@ -78,11 +78,15 @@ class Checkpoints:
         job = self._job(job_id)
         return JobFolder(self._storage, job.id).checkpoint_root(job.spec.checkpoints.location)
 
-    def listed(self, job_id: str) -> list[CheckpointInfo]:
-        """The committed ones, newest last."""
+    def survey(self, job_id: str) -> tuple[list[CheckpointInfo], list[Unusable]]:
+        """The committed ones, newest last: what can be loaded, and what is seen to be damaged."""
         root = self.root(job_id)
         with self._reachable(job_id, root):
-            return manifest.scan(root)
+            return manifest.survey(root)
+
+    def listed(self, job_id: str) -> list[CheckpointInfo]:
+        """The committed ones that can be loaded, newest last."""
+        return self.survey(job_id)[0]
 
     def find(self, job_id: str, step: int) -> CheckpointInfo:
         """The one of this step. Raises NotFound (unknown_checkpoint)."""

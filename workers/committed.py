@@ -23,11 +23,7 @@ class Committed:
 def committed(root: str | Path) -> list[Committed]:
     """All under `root` that were committed, oldest first; of a step saved twice, the newer one last."""
     store = open_store(root)
-    return [
-        Committed(*parsed, store.location(name))
-        for name in manifest.committed(store)
-        if (parsed := manifest.parse_name(name)) is not None
-    ]
+    return [Committed(*parsed, store.location(name)) for parsed, name in manifest.committed(store).items()]
 
 
 def is_checkpoint(location: str | Path) -> bool:

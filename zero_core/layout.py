@@ -10,7 +10,7 @@ Plain integers: knows neither torch nor a process group.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from zero_core.errors import ConfigError
@@ -61,10 +61,10 @@ class Unit:
     trainable: bool
     dtype: str
     slots: tuple[Slot, ...]
+    numel: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        return self.slots[-1].stop if self.slots else 0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", self.slots[-1].stop if self.slots else 0)
 
     @property
     def root(self) -> bool:

@@ -17,7 +17,7 @@ Step = Annotated[int, Path(ge=0, le=MAX_ID, description="Step of the checkpoint.
 @router.get("/{job_id}/checkpoints")
 def checkpoints(job_id: JobId, plane: Plane) -> CheckpointsOut:
     """The job's committed checkpoints, newest last."""
-    return CheckpointsOut.of(plane.checkpoints.listed(job_id))
+    return CheckpointsOut.of(*plane.checkpoints.survey(job_id))
 
 
 @router.post("/{job_id}/checkpoints", status_code=202)

@@ -23,7 +23,7 @@ from benchmarks.checkpoint_results import (
     Timed,
 )
 from benchmarks.first_touch import Touched
-from zero_core.checkpoint.container import rank_contents
+from zero_core.checkpoint.container import BLOCK_BYTES, rank_contents
 from zero_core.layout import Layout, ParameterSpec, build_layout
 
 SIZE = "1M"
@@ -41,6 +41,7 @@ class Described:
     layout: Layout
     kinds: tuple[str, ...] = ("master", "momentum", "variance")
     precision: str = "fp32"
+    block_bytes: int = BLOCK_BYTES
 
 
 def layout(*sizes: int, tile: int = 2) -> Layout:

@@ -27,8 +27,11 @@ FORMAT = "elastic-zero/2"
 CHUNK_BYTES = 4 << 20
 """What is written at a time, and has a digest of its own; the last may be shorter."""
 
-BLOCK_BYTES = 1 << 18
-"""What is verified at a time: a range costs two of these more at most; the last may be shorter."""
+BLOCK_BYTES = 1 << 16
+"""What is verified at a time in what is written now: a range costs two of these more at most; the last may be
+shorter. Readers go by what the manifest says."""
+
+LEAST_BLOCK_BYTES = 4096
 
 DIGEST_DIGITS = 32
 
@@ -56,8 +59,8 @@ _COMPUTE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _BETWEEN = b'","blocks":"'
 _DIGITS = b"0123456789abcdef"
 
-Buffers = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""Name, dtype in safetensors' names, and shape of each of a model's buffers."""
+_Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, dtype in safetensors' names, and shape."""
 
 
 class Described(Protocol):
@@ -69,6 +72,8 @@ class Described(Protocol):
     def kinds(self) -> tuple[str, ...]: ...
     @property
     def precision(self) -> str: ...
+    @property
+    def block_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ class Contents:
     """All tensors of one file, in the order in which they lie in it, one right behind the other."""
 
     entries: tuple[Entry, ...]
+    block_bytes: int = BLOCK_BYTES
 
     @property
     def data_bytes(self) -> int:
@@ -112,7 +118,7 @@ class Contents:
     @property
     def blocks(self) -> int:
         """How many blocks the data section has, the last of which may be short."""
-        return -(-self.data_bytes // BLOCK_BYTES)
+        return -(-self.data_bytes // self.block_bytes)
 
     @cached_property
     def blank(self) -> tuple[bytes, bytes, bytes]:
@@ -121,7 +127,7 @@ class Contents:
             "__metadata__": {
                 "format": FORMAT,
                 "chunk_bytes": str(CHUNK_BYTES),
-                "block_bytes": str(BLOCK_BYTES),
+                "block_bytes": str(self.block_bytes),
                 "chunks": "",
                 "blocks": "",
             }
@@ -156,7 +162,7 @@ class Contents:
 
     def block(self, index: int) -> tuple[int, int]:
         """Bytes [start, stop) of the data section that digest number `index` of the blocks is for."""
-        return index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self.data_bytes)
+        return index * self.block_bytes, min((index + 1) * self.block_bytes, self.data_bytes)
 
 
 def item_bytes(dtype: str) -> int:
@@ -214,12 +220,12 @@ def rank_contents(described: Described, rank: int) -> Contents:
             if unit.trainable != (kind == MODEL) and stop > start:
                 dtype = kind_dtype(described, index, kind)
                 parts.append((tensor_name(kind, index), dtype, (stop - start,)))
-    return _placed(parts)
+    return _placed(parts, described.block_bytes)
 
 
-def buffer_contents(buffers: Iterable[tuple[str, str, tuple[int, ...]]]) -> Contents:
+def buffer_contents(buffers: Iterable[_Tensor], block_bytes: int = BLOCK_BYTES) -> Contents:
     """What the file of the model's buffers holds: all of them, whole, also those without elements."""
-    return _placed(buffers)
+    return _placed(buffers, block_bytes)
 
 
 def header(contents: Contents, digests: Digests) -> bytes:
@@ -278,9 +284,9 @@ def digests_of(buffers: Sequence[memoryview], size: int) -> list[str]:
     return [*found, digest(*parts)] if parts else found
 
 
-def _placed(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Contents:
+def _placed(tensors: Iterable[_Tensor], block_bytes: int) -> Contents:
     entries, stop = [], 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -item_bytes(tensor[1])):
         start, stop = stop, stop + prod(shape) * item_bytes(dtype)
         entries.append(Entry(name, dtype, shape, start, stop))
-    return Contents(tuple(entries))
+    return Contents(tuple(entries), block_bytes)

@@ -74,11 +74,8 @@ def load_newest(
     try:
         if engine.rank == 0:  # one rank looks: another might see one more, or one less
             store = open_store(root)
-            names = [
-                name
-                for name in reversed(manifests.committed(store))
-                if not_after is None or (manifests.parse_name(name) or (0, 0))[0] <= not_after
-            ]
+            found = reversed(manifests.committed(store).items())
+            names = [name for (step, _), name in found if not_after is None or step <= not_after]
             locations = [store.location(name) for name in names]
     except Exception as error:
         failure = error

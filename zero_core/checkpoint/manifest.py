@@ -28,6 +28,7 @@ from zero_core.checkpoint.container import (
     CHUNK_BYTES,
     DIGEST_DIGITS,
     FORMAT,
+    LEAST_BLOCK_BYTES,
     MODEL,
     digest,
     item_bytes,
@@ -68,6 +69,7 @@ class Manifest:
     updates  the optimizer's own count: steps without those that fp16 skipped
     loss_scale  state of the loss scaling; None but in fp16
     optimizer  its `kind`, settings, groups and schedule, as the saving engine was configured; None: unknown
+    block_bytes  what has a digest of its own in the files; a power of two that chunks are multiples of
     seed, versions  what the caller tells: the job's seed, and releases of libraries by name
     """
 
@@ -87,6 +89,7 @@ class Manifest:
     seed: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
+    block_bytes: int = BLOCK_BYTES
 
     @property
     def world_size(self) -> int:
@@ -117,7 +120,7 @@ class Manifest:
                 for unit in self.layout.units
             ],
         }
-        values |= {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, "block_bytes": BLOCK_BYTES}
+        values |= {"format": FORMAT, "chunk_bytes": CHUNK_BYTES}
         try:
             # Twice, because only then all keys are strings, which can be sorted.
             values = json.loads(json.dumps(values, allow_nan=False))
@@ -185,7 +188,8 @@ def _checked(data: Mapping[str, Any], source: str) -> Manifest:
     need(len({name for name, _, _ in buffers}) == len(buffers), "a buffer must be listed once", buffers)
     need(all(item_bytes(dtype) for _, dtype, _ in buffers), "dtypes must be known", buffers)
     need(data["chunk_bytes"] == CHUNK_BYTES, f"chunks have {CHUNK_BYTES} bytes", data["chunk_bytes"])
-    need(data["block_bytes"] == BLOCK_BYTES, f"blocks have {BLOCK_BYTES} bytes", data["block_bytes"])
+    block = count(data["block_bytes"], "block_bytes", LEAST_BLOCK_BYTES)
+    need(block <= CHUNK_BYTES and block.bit_count() == 1, "block_bytes must be a power of two", block)
     need(all(type(unit["trainable"]) is bool for unit in raw["units"]), "trainable is true or false", units)
     need(data["precision"] in ("fp32", "bf16", "fp16"), "precision must be known", data["precision"])
     aliases = dict(data["aliases"])
@@ -207,6 +211,7 @@ def _checked(data: Mapping[str, Any], source: str) -> Manifest:
         seed=data["seed"],
         versions=dict(data["versions"]),
         optimizer=None if data.get("optimizer") is None else dict(data["optimizer"]),
+        block_bytes=block,
     )
 
 
@@ -241,6 +246,16 @@ class CheckpointInfo:
     def path(self) -> Path:
         """Of a local one. Raises CheckpointError for a remote one: use `location`."""
         return local_path(self.location)
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A committed checkpoint that cannot be loaded, by its folder's name, and `what` is wrong with it."""
+
+    step: int
+    generation: int
+    location: str
+    what: str
 
 
 def local_path(location: str) -> Path:
@@ -302,37 +317,48 @@ def read(folder: Place) -> Manifest:
     return manifest
 
 
-def committed(root: Place) -> list[str]:
-    """Names of all checkpoints under `root`, whole or not, oldest first; of one step the newer last."""
+def committed(root: Place) -> dict[tuple[int, int], str]:
+    """Names of all checkpoints under `root`, whole or not, by step and generation, the oldest first."""
     store = open_store(root)
     found = {parsed: name for name in store.names() if (parsed := parse_name(name)) is not None}
-    return [found[parsed] for parsed in sorted(found) if is_committed(store, found[parsed])]
+    return {parsed: found[parsed] for parsed in sorted(found) if is_committed(store, found[parsed])}
 
 
-def scan(root: Place) -> list[CheckpointInfo]:
-    """The committed checkpoints under `root`, oldest first; of one step saved twice, the newer generation."""
+def survey(root: Place) -> tuple[list[CheckpointInfo], list[Unusable]]:
+    """What was committed under `root`, oldest first: what could be loaded, and what could not.
+
+    Of one step saved twice, the newer generation. Bits are not looked at.
+    """
     store = open_store(root)
     newest: dict[int, CheckpointInfo] = {}
-    for name in committed(store):
+    unusable = []
+    for (step, generation), name in committed(store).items():
         location = store.location(name)
         try:
             manifest = read(location)
-        except (CheckpointError, OSError):
-            continue  # damaged, or being deleted: not one that could be loaded
-        if (manifest.step, manifest.generation) != parse_name(name):
-            continue  # a copy under another name
-        info = CheckpointInfo(
-            step=manifest.step,
-            generation=manifest.generation,
+        except (CheckpointError, OSError) as error:
+            if is_committed(store, name):  # it is not just being deleted
+                unusable.append(Unusable(step, generation, location, str(error)))
+            continue
+        if (manifest.step, manifest.generation) != (step, generation):
+            says = folder_name(manifest.step, manifest.generation)
+            unusable.append(Unusable(step, generation, location, f"it says that it is {says}: a copy"))
+            continue
+        newest[step] = CheckpointInfo(
+            step=step,
+            generation=generation,
             location=location,
             bytes=manifest.bytes,
             created=manifest.created,
             world_size=manifest.world_size,
             stage=manifest.stage,
         )
-        if info.step not in newest or newest[info.step].generation < info.generation:
-            newest[info.step] = info
-    return [newest[step] for step in sorted(newest)]
+    return [newest[step] for step in sorted(newest)], unusable
+
+
+def scan(root: Place) -> list[CheckpointInfo]:
+    """The committed checkpoints under `root` that could be loaded: see `survey`."""
+    return survey(root)[0]
 
 
 def latest(root: Place) -> CheckpointInfo | None:

@@ -20,7 +20,6 @@ import numpy as np
 
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
-    BLOCK_BYTES,
     CHUNK_BYTES,
     DIGEST_DIGITS,
     MODEL,
@@ -50,12 +49,12 @@ _SEGMENT_BYTES = 64 << 20
 _REQUEST_BYTES = 8 * CHUNK_BYTES
 """What is asked of a remote store at a time: a request waits for its answer."""
 
-_STRIP_BYTES = 8 * BLOCK_BYTES
+_STRIP_BYTES = CHUNK_BYTES // 2
 """What is read at a time elsewhere: its digests are taken while the core's own cache has it."""
 
 _OTHER = "not what was written: the checkpoint is damaged, load an older one"
 
-_KEPT_BLOCKS = 256
+_KEPT_BYTES = 64 << 20
 """What `Reader.fetch` keeps of what it has read."""
 
 
@@ -242,6 +241,7 @@ class Reader:
     def __init__(self, folder: Place, manifest: Manifest | None = None) -> None:
         self._store = open_store(folder)
         self.manifest = read_manifest(self._store)[0] if manifest is None else manifest
+        self._block_bytes = self.manifest.block_bytes
         self._places = Places(self.manifest)
         self._contents: dict[int, Contents] = {}
         self._digests: dict[int, Digests] = {}
@@ -256,9 +256,11 @@ class Reader:
     def contents(self, file: int) -> Contents:
         """What lies where in a file."""
         if file not in self._contents:
-            buffers = file == self.manifest.world_size
+            told = self.manifest
             self._contents[file] = (
-                buffer_contents(self.manifest.buffers) if buffers else rank_contents(self.manifest, file)
+                rank_contents(told, file)
+                if file < told.world_size
+                else buffer_contents(told.buffers, told.block_bytes)
             )
         return self._contents[file]
 
@@ -333,7 +335,7 @@ class Reader:
 
     def _closer(self, file: int, fill: Fill, stretch: Stretch, digests: Digests) -> Iterator[DamagedError]:
         """What is wrong with each block of a damaged stretch."""
-        for block in stretch.strips(BLOCK_BYTES):
+        for block in stretch.strips(self._block_bytes):
             try:
                 self._read_strip(file, fill, block, digests, ())
             except DamagedError as error:
@@ -345,7 +347,7 @@ class Reader:
             for stretch in read.stretches:
                 for strip in stretch.strips(max(self._most_bytes, CHUNK_BYTES)):
                     data = self._kept_blocks(read.file, strip)
-                    for block in strip.strips(BLOCK_BYTES):
+                    for block in strip.strips(self._block_bytes):
                         for piece in block.pieces:
                             end = piece.offset + piece.stop - piece.start
                             found[piece.want][piece.offset : end] = data[block.start][
@@ -355,7 +357,7 @@ class Reader:
 
     def _kept_blocks(self, file: int, strip: Stretch) -> dict[int, memoryview]:
         """All blocks of a strip by where they begin, verified; from memory where they were among the last."""
-        blocks = [(block.start, block.stop) for block in strip.strips(BLOCK_BYTES)]
+        blocks = [(block.start, block.stop) for block in strip.strips(self._block_bytes)]
         missing = [block for block in blocks if (file, block[0]) not in self._kept]
         memory = [memoryview(bytearray(stop - start)) for start, stop in missing]
         pieces = [Piece(*block, number, 0) for number, block in enumerate(missing)]
@@ -364,14 +366,14 @@ class Reader:
         self._kept |= {(file, start): data for (start, _), data in zip(missing, memory, strict=True)}
         found = {start: self._kept.pop((file, start)) for start, _ in blocks}
         self._kept |= {(file, start): data for start, data in found.items()}
-        while len(self._kept) > _KEPT_BLOCKS:
+        while len(self._kept) * self._block_bytes > _KEPT_BYTES:
             del self._kept[next(iter(self._kept))]
         return found
 
     def _file_read(self, file: int, pieces: Sequence[Piece]) -> FileRead:
         buffers = file == self.manifest.world_size
         size = self.contents(file).data_bytes if buffers else self._places.data_bytes(file)
-        return FileRead(file, tuple(stretches(pieces, BLOCK_BYTES, size)))
+        return FileRead(file, tuple(stretches(pieces, self._block_bytes, size)))
 
     def _digests_of(self, file: int) -> Digests:
         """Of all that lies in a file, once its header has turned out to be as it was written."""
@@ -418,7 +420,7 @@ class Reader:
         buffers, copies = _buffers(strip, targets, self._scratch)
         begin = self.contents(file).header_bytes
         self._fill(file, fill, begin + strip.start, buffers, strip.stop - strip.start)
-        found, first = digests_of(buffers, BLOCK_BYTES), strip.start // BLOCK_BYTES
+        found, first = digests_of(buffers, self._block_bytes), strip.start // self._block_bytes
         for number in _unlike(found, digests.blocks, first):
             raise self._other(file, *self.contents(file).block(number))
         for put, offset, view in copies:

@@ -309,7 +309,8 @@ def _state_of(engine: ZeroEngine, told: _Told) -> _State:
         versions=dict(told.versions or {}),
         optimizer=_optimizer(engine.config),
     )
-    contents, of_buffers = rank_contents(draft, engine.rank), buffer_contents(draft.buffers)
+    contents = rank_contents(draft, engine.rank)
+    of_buffers = buffer_contents(draft.buffers, draft.block_bytes)
     held = {
         tensor_name(one.kind, one.unit): one
         for one in held_states(engine.optimizer.states, engine.units, whole_replicas=False)

@@ -14,7 +14,6 @@ from typing import Any
 
 from zero_core.checkpoint import manifest as manifests
 from zero_core.checkpoint.container import (
-    BLOCK_BYTES,
     Contents,
     Digests,
     digest,
@@ -69,7 +68,7 @@ def write_file(store: Store, path: str, payload: Payload) -> tuple[int, str]:
     of_blocks: list[str] = []
 
     def take(chunk: list[memoryview]) -> None:
-        of_blocks.extend(digests_of(chunk, BLOCK_BYTES))
+        of_blocks.extend(digests_of(chunk, contents.block_bytes))
         of_chunks.append(digest(*chunk))
 
     def front() -> bytes:

@@ -350,6 +350,21 @@ def test_a_wrong_place_is_told_with_what_is_there_and_whose_folder_is_meant(
         assert not (tmp_path / "x").exists()
 
 
+def test_a_damaged_one_is_listed_as_such(service: Running, data_dir: Path, job: str) -> None:
+    root = Path(service.plane.checkpoints.root(job))
+    newest = manifest.scan(root)[-1]
+    file = newest.path / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    found = service.client.surveyed_checkpoints(job)
+    assert [one.step for one in found.checkpoints] == [2]
+    assert [(one.step, one.path) for one in found.unusable] == [(newest.step, newest.location)]
+    for target in (job, f"{root}/"):
+        result = _cli(data_dir, "checkpoint", "ls", "--json", target)
+        assert [one["step"] for one in json.loads(result.stdout)] == [2]
+        assert f"step {newest.step} of generation {newest.generation} cannot be loaded: " in result.stderr
+        assert "where the manifest says" in result.stderr
+
+
 def test_a_folder_of_nothing_but_damaged_ones_names_the_newest(tmp_path: Path, saved: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(saved, root)

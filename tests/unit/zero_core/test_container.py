@@ -38,6 +38,7 @@ class Described:
     layout: Layout
     kinds: tuple[str, ...] = ("master", "momentum", "variance")
     precision: str = "fp32"
+    block_bytes: int = BLOCK_BYTES
 
 
 def layout_of(*sizes: int, world_size: int, frozen: tuple[int, ...] = (), dtype: str = "uint8") -> Layout:

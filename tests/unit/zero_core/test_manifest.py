@@ -83,6 +83,23 @@ def test_scan_orders_by_step_and_prefers_the_newer_generation(tmp_path: Path) ->
     assert manifest.scan(tmp_path / "absent") == []
 
 
+def test_a_survey_tells_of_what_cannot_be_loaded(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        commit(tmp_path, step)
+    whole = manifest.folder_name(2, 1)
+    shard = tmp_path / manifest.folder_name(1, 1) / manifest.shard_name(0)
+    shard.write_bytes(shard.read_bytes() + b"x")
+    (tmp_path / manifest.folder_name(3, 1) / manifest.MANIFEST).write_text("{}")
+    (tmp_path / manifest.folder_name(4, 1)).rename(tmp_path / manifest.folder_name(9, 1))
+    found, unusable = manifest.survey(tmp_path)
+    assert [info.name for info in found] == [whole]
+    assert [(one.step, one.generation) for one in unusable] == [(1, 1), (3, 1), (9, 1)]
+    assert "rank-00000.safetensors has 4 bytes where the manifest says 3" in unusable[0].what
+    assert "not a checkpoint manifest" in unusable[1].what
+    assert "says that it is step-00000004.g0001" in unusable[2].what
+    assert [Path(one.location).name for one in unusable] == [manifest.folder_name(n, 1) for n in (1, 3, 9)]
+
+
 def test_prune_keeps_the_newest_and_sweeps_interrupted_saves(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         commit(tmp_path, step)

@@ -190,6 +190,30 @@ def test_damage_is_told_of_by_its_block(tmp_path: Path) -> None:
     assert [(found.start, found.stop) for found in reader.damage(0)] == [(start, start + BLOCK_BYTES)]
 
 
+@pytest.mark.parametrize("block_bytes", [4096, 1 << 18, CHUNK_BYTES])
+def test_blocks_are_as_large_as_the_manifest_says(tmp_path: Path, block_bytes: int) -> None:
+    layout = build_layout([ParameterSpec("w", (2_000_003,))], lambda _: "", tile=64, world_size=2)
+    manifest = make(layout, kinds=("master",), block_bytes=block_bytes)
+    states = random_states(manifest)
+    folder = write(tmp_path, manifest, states)
+    reader = Reader(folder)
+    assert reader.manifest.block_bytes == block_bytes
+    wanted = Want("master", 0, 17, 1_900_000)
+    reads, target = reader.plan([wanted]), bytearray(4 * (wanted.stop - wanted.start))
+    list(reader.read(reads, [memoryview(target)]))
+    assert target == states["master", 0][4 * wanted.start : 4 * wanted.stop]
+    assert reader.fetch([wanted]) == [target]
+    path, head = folder / manifests.shard_name(1), reader.contents(1).header_bytes
+    data = bytearray(path.read_bytes())
+    data[head + 70_000] ^= 1
+    path.write_bytes(data)
+    begin = head + 70_000 // block_bytes * block_bytes
+    (found,) = Reader(folder).damage(1)
+    assert (found.start, found.stop) == (begin, min(begin + block_bytes, len(data)))
+    with pytest.raises(DamagedError, match=f"bytes {found.start} to {found.stop}"):
+        list(Reader(folder).read(reads, [memoryview(target)]))
+
+
 def test_a_chunk_that_its_digest_belies_is_damage_even_if_its_blocks_are_right(tmp_path: Path) -> None:
     """Loads look at blocks: only going through a whole file shows that digests of chunks are wrong."""
     layout = build_layout([ParameterSpec("w", (3 << 20,))], lambda _: "", tile=64, world_size=1)

@@ -76,7 +76,7 @@ def write(root: Path, manifest: Manifest, states: States, buffers: Mapping[str, 
         )
         for rank in range(layout.world_size)
     ]
-    contents = buffer_contents(manifest.buffers)
+    contents = buffer_contents(manifest.buffers, manifest.block_bytes)
     data = b"".join((buffers or {})[entry.name] for entry in contents.entries)
     files.append(_file(folder / manifests.BUFFERS, contents, data))
     values = {name: getattr(manifest, name) for name in Manifest.__slots__ if name != "layout"}
@@ -85,18 +85,18 @@ def write(root: Path, manifest: Manifest, states: States, buffers: Mapping[str, 
     return folder
 
 
-def digests_of(data: bytes) -> Digests:
+def digests_of(data: bytes, block_bytes: int = BLOCK_BYTES) -> Digests:
     """Of a data section."""
     return Digests(
         *(
             "".join(digest(data[start : start + size]) for start in range(0, len(data), size))
-            for size in (CHUNK_BYTES, BLOCK_BYTES)
+            for size in (CHUNK_BYTES, block_bytes)
         )
     )
 
 
 def _file(path: Path, contents: Contents, data: bytes) -> tuple[int, str]:
     assert len(data) == contents.data_bytes
-    head = header(contents, digests_of(data))
+    head = header(contents, digests_of(data, contents.block_bytes))
     path.write_bytes(head + data)
     return len(head) + len(data), digest(head)
