@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -49,8 +49,11 @@ _SEGMENT_BYTES = 64 << 20
 _REQUEST_BYTES = 8 * CHUNK_BYTES
 """What is asked of a remote store at a time: a request waits for its answer."""
 
-_STRIP_BYTES = CHUNK_BYTES // 2
+_STRIP_BYTES = CHUNK_BYTES // 4
 """What is read at a time elsewhere: its digests are taken while the core's own cache has it."""
+
+_AT_ONCE = 16
+"""Strips that are made ready together."""
 
 _OTHER = "not what was written: the checkpoint is damaged, load an older one"
 
@@ -306,10 +309,12 @@ class Reader:
         for read in reads:
             digests = self._digests_of(read.file)
             with self._opened(read.file) as fill:
-                for stretch in read.stretches:
-                    for strip in stretch.strips(self._most_bytes):
-                        self._read_strip(read.file, fill, strip, digests, targets)
-                        yield strip.stop - strip.start
+                strips = (strip for one in read.stretches for strip in one.strips(self._most_bytes))
+                while some := list(islice(strips, _AT_ONCE)):
+                    # What is read drives all else out of the cache, so what can be is done beforehand.
+                    for strip in [self._prepared(read.file, strip, digests, targets) for strip in some]:
+                        self._take(read.file, fill, strip)
+                    yield sum(strip.stop - strip.start for strip in some)
 
     def damage(self, file: int) -> Iterator[DamagedError]:
         """Read a whole file; yields what is wrong with it, block by block."""
@@ -328,8 +333,9 @@ class Reader:
                 yield from list(self._closer(file, fill, strip, digests)) or [found]
                 continue
             first = strip.start // CHUNK_BYTES
-            for number in _unlike(digests_of([room], CHUNK_BYTES), digests.chunks, first):
-                chunk = Stretch(*contents.chunk(number), ())
+            told = digests.chunks[first * DIGEST_DIGITS :]
+            for number in _unlike(digests_of([room], CHUNK_BYTES), told):
+                chunk = Stretch(*contents.chunk(first + number), ())
                 other = self._other(file, chunk.start, chunk.stop)
                 yield from list(self._closer(file, fill, chunk, digests)) or [other]
 
@@ -337,7 +343,7 @@ class Reader:
         """What is wrong with each block of a damaged stretch."""
         for block in stretch.strips(self._block_bytes):
             try:
-                self._read_strip(file, fill, block, digests, ())
+                self._take(file, fill, self._prepared(file, block, digests, ()))
             except DamagedError as error:
                 yield error
 
@@ -413,25 +419,51 @@ class Reader:
         begin = self.contents(file).header_bytes
         return self._damaged(file, begin + start, begin + stop, f"the bytes are {_OTHER}")
 
-    def _read_strip(
-        self, file: int, fill: Fill, strip: Stretch, digests: Digests, targets: Sequence[Target]
-    ) -> None:
-        """Read a strip at once, and verify each block of it before any of it is copied on."""
+    def _prepared(
+        self, file: int, strip: Stretch, digests: Digests, targets: Sequence[Target]
+    ) -> "_Prepared":
         buffers, copies = _buffers(strip, targets, self._scratch)
-        begin = self.contents(file).header_bytes
-        self._fill(file, fill, begin + strip.start, buffers, strip.stop - strip.start)
-        found, first = digests_of(buffers, self._block_bytes), strip.start // self._block_bytes
-        for number in _unlike(found, digests.blocks, first):
-            raise self._other(file, *self.contents(file).block(number))
-        for put, offset, view in copies:
+        first = strip.start // self._block_bytes
+        last = -(-strip.stop // self._block_bytes)
+        told = digests.blocks[first * DIGEST_DIGITS : last * DIGEST_DIGITS]
+        offset = self.contents(file).header_bytes + strip.start
+        return _Prepared(offset, strip.stop - strip.start, first, buffers, copies, told)
+
+    def _take(self, file: int, fill: Fill, strip: "_Prepared") -> None:
+        """Read a strip at once, and verify each block of it before any of it is copied on."""
+        self._fill(file, fill, strip.offset, strip.buffers, strip.bytes)
+        found = digests_of(strip.buffers, self._block_bytes)
+        if "".join(found) != strip.told:
+            wrong = _unlike(found, strip.told)[0]
+            raise self._other(file, *self.contents(file).block(strip.first + wrong))
+        for put, offset, view in strip.copies:
             put(offset, view)
+
+
+class _Prepared(NamedTuple):
+    """A strip that only has to be read: from a byte of the file on, into buffers, with their digests.
+
+    first   number of its first block
+    copies  functions, and what they get of it: offset and bytes
+    told    digests of all its blocks
+    """
+
+    offset: int
+    bytes: int
+    first: int
+    buffers: list[memoryview]
+    copies: "_Copies"
+    told: str
+
+
+_Copies: TypeAlias = list[tuple[Callable[[int, memoryview], None], int, memoryview]]
 
 
 def _buffers(
     strip: Stretch, targets: Sequence[Target], scratch: memoryview
-) -> tuple[list[memoryview], list[tuple[Callable[[int, memoryview], None], int, memoryview]]]:
+) -> tuple[list[memoryview], _Copies]:
     """Memory for all bytes of a strip, in order; and what functions get of it: offset and bytes."""
-    buffers, copies, reached = list[memoryview](), [], strip.start
+    buffers, copies, reached = list[memoryview](), _Copies(), strip.start
     for start, stop, want, offset in strip.pieces:
         target = targets[want]
         if not isinstance(target, memoryview):
@@ -446,13 +478,10 @@ def _buffers(
     return buffers, copies
 
 
-def _unlike(found: Sequence[str], told: str, first: int) -> list[int]:
-    """Which chunks or blocks, from number `first` on, have another digest than was written."""
-    start = first * DIGEST_DIGITS
-    if "".join(found) == told[start : start + len(found) * DIGEST_DIGITS]:
-        return []
+def _unlike(found: Sequence[str], told: str) -> list[int]:
+    """Which of these digests are others than those written, which follow each other in `told`."""
     return [
         number
-        for number, one in enumerate(found, first)
+        for number, one in enumerate(found)
         if one != told[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
     ]
