@@ -81,7 +81,8 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path, victim: int, at: str, be
     with pytest.raises(RankFailedError):
         run_ranks(2, save_and_die, tmp_path, victim, at, behind)
     assert [info.step for info in manifest.scan(tmp_path)] == [0]
-    assert any(path.name.startswith(".saving-") for path in tmp_path.iterdir()), "it was in the middle"
+    if victim == 0:  # where it is another, rank 0 may have swept by now
+        assert any(path.name.startswith(".saving-") for path in tmp_path.iterdir()), "it was in the middle"
     assert run_ranks(3, go_on, tmp_path) == [0, 0, 0]
     assert {path.name for path in tmp_path.iterdir()} == {
         "LATEST",

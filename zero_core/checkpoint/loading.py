@@ -166,7 +166,7 @@ class _Loading:
             except Exception as error:
                 failure = error
             _agree(self._collectives, self._what, failure)
-        assert done == total and next(progress, None) is None, "all that was planned has been read"
+        assert (done, next(progress, None)) == (total, None), "all that was planned has been read"
 
     def _progress(self) -> Iterator[int]:
         yield from self._reader.read(self._reads, self._targets)

@@ -249,7 +249,7 @@ class Reader:
         self._contents: dict[int, Contents] = {}
         self._digests: dict[int, Digests] = {}
         self._kept: dict[tuple[int, int], memoryview] = {}
-        self._most_bytes = _STRIP_BYTES if self._store.moves else _REQUEST_BYTES
+        self._most_bytes = max(self._block_bytes, _STRIP_BYTES) if self._store.moves else _REQUEST_BYTES
         self._scratch = memoryview(bytearray(self._most_bytes))
 
     def name(self, file: int) -> str:
@@ -314,7 +314,7 @@ class Reader:
                     # What is read drives all else out of the cache, so what can be is done beforehand.
                     for strip in [self._prepared(read.file, strip, digests, targets) for strip in some]:
                         self._take(read.file, fill, strip)
-                    yield sum(strip.stop - strip.start for strip in some)
+                        yield strip.bytes
 
     def damage(self, file: int) -> Iterator[DamagedError]:
         """Read a whole file; yields what is wrong with it, block by block."""

@@ -94,7 +94,7 @@ def test_a_survey_tells_of_what_cannot_be_loaded(tmp_path: Path) -> None:
     found, unusable = manifest.survey(tmp_path)
     assert [info.name for info in found] == [whole]
     assert [(one.step, one.generation) for one in unusable] == [(1, 1), (3, 1), (9, 1)]
-    assert "rank-00000.safetensors has 4 bytes where the manifest says 3" in unusable[0].what
+    assert "rank-00000.safetensors has 2 bytes where the manifest says 1" in unusable[0].what
     assert "not a checkpoint manifest" in unusable[1].what
     assert "says that it is step-00000004.g0001" in unusable[2].what
     assert [Path(one.location).name for one in unusable] == [manifest.folder_name(n, 1) for n in (1, 3, 9)]
