@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zero_core import estimate
 from zero_core.config import ITEM_BYTES, OptimizerConfig, ZeroConfig
-from zero_core.estimate import Formula, gradient_sum_bytes, saved_bytes, wire_volume
+from zero_core.estimate import Formula, gradient_sum_bytes, saved_bytes
 from zero_core.layout import Layout
 from zero_core.residency import buffer_bytes, gathered_buffers, gradient_buffers, item_bytes, kept_gathered
 
@@ -206,13 +206,26 @@ def _communication(layout: Layout, config: ZeroConfig) -> int:
 
 
 def wire_elements(layout: Layout, config: ZeroConfig) -> dict[str, float]:
-    """Elements a rank sends in a step by kind, on average over the ranks; see `estimate.wire_volume`."""
-    volume = wire_volume(
-        layout.numel(trainable=True),
-        layout.numel(trainable=False),
-        stage=config.stage,
-        world_size=layout.world_size,
-        micro_batches=config.micro_batches or layout.world_size,
-        kept=sum(layout.units[index].numel for index in kept_gathered(layout, config)),
-    )
-    return {kind: float(elements) for kind, elements in volume.items()}
+    """Elements a rank sends in a step by kind, on average over the ranks, to the element.
+
+    Other than by `estimate.wire_elements` where a round has micro-batches for some ranks only: they own more
+    or less than an even share, by the rounding to whole tiles. Units that are kept are gathered once.
+    """
+    world, kept = layout.world_size, kept_gathered(layout, config)
+    full, rest = divmod(config.micro_batches or world, world)
+
+    def rounds(index: int) -> int:
+        """Of one unit, in all rounds: what every working rank contributes, or lacks, less its own part."""
+        numel = layout.units[index].numel
+        owned = (layout.owned(index, rank) for rank in range(rest))
+        return full * (world - 1) * numel + sum(numel - (stop - start) for start, stop in owned)
+
+    units = range(len(layout.units))
+    trainable = [index for index in units if layout.units[index].trainable]
+    volume = {"reduce": sum(map(rounds, trainable))}
+    if config.stage <= 2:
+        volume["gather"] = (world - 1) * layout.numel(trainable=True)
+    else:
+        volume["gather"] = sum(map(rounds, units))
+        volume["gather_backward"] = sum(rounds(index) for index in units if index not in kept)
+    return {kind: elements / world for kind, elements in volume.items()}

@@ -100,27 +100,6 @@ def gradient_sum_bytes(micro_batches: int, world_size: int, *, reproducible: boo
     return FP32_BYTES if micro_batches > world_size else 0
 
 
-def wire_volume(
-    trainable: int, frozen: int, *, stage: int, world_size: int, micro_batches: int, kept: int = 0
-) -> dict[str, Fraction]:
-    """Elements a rank sends in a step by kind, on average over the ranks.
-
-    The paper's 2 psi for stages 0 to 2 and 3 psi for stage 3, times (N - 1) / N, with one micro-batch for
-    each rank; reductions, and stage 3's gathers, recur with every round. `kept` elements stay
-    whole from forward to backward at stage 3 and are gathered once.
-    """
-    share = Fraction(world_size - 1, world_size)
-    # A micro-batch moves a whole gradient less the part its own rank owns; gathers reach working ranks only.
-    passes = Fraction(micro_batches, world_size)
-    volume = {"reduce": trainable * share * passes}
-    if stage <= 2:
-        volume["gather"] = trainable * share
-    else:
-        volume["gather"] = (trainable + frozen) * share * passes
-        volume["gather_backward"] = (trainable + frozen - kept) * share * passes
-    return volume
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """How a model is trained, as far as bytes go.
@@ -167,15 +146,19 @@ def model_states(parameters: int, training: Training, stage: int) -> ModelStates
 
 
 def wire_elements(parameters: int, training: Training, stage: int) -> dict[str, Fraction]:
-    """Elements a rank sends in a step by kind to its N - 1 data-parallel peers, on average over the ranks."""
+    """Elements a rank sends in a step by kind to its N - 1 data-parallel peers, on average over the ranks.
+
+    The paper's 2 psi for stages 0 to 2 and 3 psi for stage 3, times (N - 1) / N, with one micro-batch for
+    each rank; reductions, and stage 3's gathers, recur with every round.
+    """
     _check(parameters, stage)
-    return wire_volume(
-        _share(parameters, training.mp),
-        0,
-        stage=stage,
-        world_size=training.dp,
-        micro_batches=training.micro_batches or training.dp,
-    )
+    psi, world = _share(parameters, training.mp), training.dp
+    once = psi * Fraction(world - 1, world)
+    # A micro-batch moves a whole gradient less the part its own rank owns; gathers reach working ranks only.
+    recurring = once * Fraction(training.micro_batches or world, world)
+    if stage <= 2:
+        return {"reduce": recurring, "gather": once}
+    return {"reduce": recurring, "gather": recurring, "gather_backward": recurring}
 
 
 def largest_model(device_bytes: int, training: Training, stage: int) -> int:

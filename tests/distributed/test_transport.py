@@ -16,6 +16,7 @@ from torch import nn
 from tests.distributed.odd_model import batch, build
 from tests.distributed.ranks import run_ranks
 from zero_core import AdamWConfig, ZeroConfig, ZeroEngine
+from zero_core.budget import wire_elements
 from zero_core.errors import DivergenceError, PeerLostError
 
 pytestmark = pytest.mark.distributed
@@ -88,31 +89,39 @@ def test_one_rank_holds_what_the_budget_says() -> None:
     assert run_ranks(1, alone) == [8]
 
 
-def kept(rank: int, world: int, budget_bytes: int) -> tuple[int, float]:
-    from zero_core.budget import wire_elements
+def kept(rank: int, world: int, micro_batches: int) -> list[tuple[dict[str, int], dict[str, float]]]:
+    """Bytes of each kind that this rank sent, and the elements predicted, for growing budgets."""
+    found = []
+    for budget_bytes in (0, 7000, 14000, 1 << 20):
+        config = ZeroConfig(
+            stage=3,
+            tile=64,
+            staging_bytes=4096,
+            micro_batches=micro_batches,
+            keep_gathered_bytes=budget_bytes,
+        )
+        torch.manual_seed(3)
+        engine = ZeroEngine(nn.Sequential(*(nn.Linear(n, n + 9) for n in (7, 16, 25, 34))), config)
+        for _ in range(2):
+            for index in engine.micro_batches:
+                engine.backward(engine(torch.ones(2, 7) * index).square().mean())
+            report = engine.step()
+        assert engine.memory().communication_buffers == engine.budget.communication_buffers
+        assert engine._pools[1].most_lent_bytes == engine._pools[1].allocated_bytes
+        found.append((dict(report.bytes_sent), wire_elements(engine.layout, config)))
+        engine.detach()
+    return found
 
-    config = ZeroConfig(stage=3, tile=64, keep_gathered_bytes=budget_bytes)
-    engine = ZeroEngine(build(), config)
-    for step in range(2):
-        engine.backward(engine(*batch(step, rank)))
-        report = engine.step()
-    assert engine.memory().communication_buffers == engine.budget.communication_buffers
-    assert [pool.most_lent_bytes for pool in engine._pools] == [
-        pool.allocated_bytes for pool in engine._pools
-    ]
-    return report.bytes_sent.get("gather_backward", 0), wire_elements(engine.layout, config)[
-        "gather_backward"
-    ]
 
-
-def test_a_memory_budget_chooses_the_volume_between_two_and_three_psi() -> None:
+@pytest.mark.parametrize(("world", "micro_batches"), [(2, 2), (3, 4), (3, 5), (4, 6)])
+def test_a_memory_budget_chooses_the_volume_between_two_and_three_psi(world: int, micro_batches: int) -> None:
+    """To the byte as predicted, also where the last round leaves ranks without a micro-batch."""
     volumes = []
-    for budget_bytes in (0, 6000, 14000, 1 << 20):
-        results = run_ranks(2, kept, budget_bytes)
-        # The frozen table is of int64, all else of fp32: predicted elements are compared as a share.
-        volumes.append(sum(sent for sent, _ in results))
-        predicted = results[0][1]
-        assert (volumes[-1] == 0) == (predicted == 0)
+    for of_ranks in zip(*run_ranks(world, kept, micro_batches), strict=True):
+        predicted = of_ranks[0][1]
+        for kind, elements in predicted.items():
+            assert sum(sent.get(kind, 0) for sent, _ in of_ranks) == round(4 * world * elements), kind
+        volumes.append(predicted["gather_backward"])
     assert volumes == sorted(volumes, reverse=True)
     assert len(set(volumes)) == 4
     assert volumes[-1] == 0

@@ -211,7 +211,11 @@ def test_the_estimate_is_the_budget_but_for_named_rounding(
     by_rank = [predict(layout, config, rank).model_states for rank in range(layout.world_size)]
     assert max(by_rank) == largest.model_states
     wire = wire_elements(psi, training, stage)
-    assert wire_of_layout(layout, config) == {kind: float(elements) for kind, elements in wire.items()}
+    exact = wire_of_layout(layout, config)
+    # Only in a round that some ranks have no share in does it matter who owns a tile more or less.
+    uneven = sum(layout.owned(i, 0)[1] for i in range(len(layout.units)))
+    uneven = uneven if micro_batches % training.dp else 0
+    assert exact == {kind: pytest.approx(float(elements), abs=uneven) for kind, elements in wire.items()}
 
 
 def test_where_tiles_fit_evenly_there_is_no_rounding() -> None:
