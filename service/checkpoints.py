@@ -189,7 +189,7 @@ class Checkpoints:
                 location = self.find(given.job, given.step).location
             except (NotFound, InvalidRequest):
                 location = f"{location}/{manifest.folder_name(given.step, 0)}"
-        return spec.model_copy(update={"start_from": StartFrom(checkpoint=location)})
+        return spec.model_copy(update={"start_from": StartFrom(checkpoint=location, cast=given.cast)})
 
     def _unknown(self, job_id: str, step: int) -> NotFound:
         steps = ", ".join(str(info.step) for info in self.listed(job_id)[-10:]) or "none"

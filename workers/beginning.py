@@ -145,7 +145,7 @@ class Beginner:
             beginning = self._imported(engine, given.safetensors)
         else:
             assert given.checkpoint is not None, "the service puts a job's folder in the place of its id"
-            beginning = self._started_from(engine, given.checkpoint)
+            beginning = self._started_from(engine, given.checkpoint, cast=given.cast)
         beginning.seconds["start"] = started
         return beginning
 
@@ -162,15 +162,15 @@ class Beginner:
         seconds = {"load": time.perf_counter() - began}
         return Beginning(engine, Source.CHECKPOINT, seconds, origin=origin, notices=_damage(loaded))
 
-    def _started_from(self, engine: ZeroEngine, location: str) -> Beginning:
+    def _started_from(self, engine: ZeroEngine, location: str, *, cast: bool) -> Beginning:
         """The first steps of a job that goes on from another one's checkpoint."""
         began = time.perf_counter()
         notices: tuple[dict[str, Any], ...] = ()
         if committed(location):  # a folder of them
-            loaded = checkpoint.load_newest(engine, location, cast=True)
+            loaded = checkpoint.load_newest(engine, location, cast=cast)
             extra, notices = loaded.extra, _damage(loaded)
         else:
-            extra = checkpoint.load(engine, location, cast=True)
+            extra = checkpoint.load(engine, location, cast=cast)
         done, wanted = engine.steps_done, self._spec.steps
         if done >= wanted:
             raise ResumeError(

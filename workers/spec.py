@@ -422,11 +422,10 @@ class Checkpoints(_Section):
 class StartFrom(_Section):
     """What a new job begins with instead of parameters from its seed: exactly one of the three.
 
-    From a checkpoint, also of another world size, stage or precision, all goes on: parameters, optimizer,
-    schedule and count of steps, so that `steps` counts those done before. So does the position in the data,
-    by samples and whatever `global_batch` is now; where data, `seed` or `sequence_length` are not the same,
-    the data begin at their start and an event `data_restarted` says why. From safetensors come parameters
-    only: step 0, a new optimizer, the start of the data.
+    From a checkpoint of any world size and stage all goes on: parameters, optimizer, schedule, the count of
+    steps that `steps` is the end of, and by samples the position in the data; where data, `seed` or
+    `sequence_length` are others, the data begin anew, as an event `data_restarted` says. From safetensors
+    come parameters only: step 0, a new optimizer, the start of the data.
     """
 
     job: str | None = Field(
@@ -446,8 +445,10 @@ class StartFrom(_Section):
         None,
         min_length=1,
         max_length=1000,
-        description="A folder with parameters in safetensors files, as Hugging Face lays them out: absolute "
-        "path or address, as seen by the workers.",
+        description="A folder of safetensors files, as Hugging Face lays them out: as `checkpoint` is given.",
+    )
+    cast: bool = Field(
+        False, description="Whether a checkpoint of another `precision` is taken, its frozen parts rounded."
     )
 
     @model_validator(mode="after")
@@ -458,6 +459,8 @@ class StartFrom(_Section):
             raise ValueError(f"give exactly one of job, checkpoint and safetensors; given: {named}")
         if self.step is not None and self.job is None:
             raise ValueError(f"step {self.step} means something with job only: name the checkpoint's folder")
+        if self.cast and self.safetensors is not None:
+            raise ValueError("cast means something with checkpoints only: leave it out")
         for name in ("checkpoint", "safetensors"):
             if (value := getattr(self, name)) is not None:
                 _place(value, name)

@@ -623,11 +623,13 @@ def test_a_job_with_other_data_begins_them_anew_and_says_so(tmp_path: Path) -> N
         assert ids == sorted(int(i) for m in range(MICRO_BATCHES) for i in batches.ids(step - 5, m))
 
 
-def test_a_job_goes_on_at_another_stage_and_precision(tmp_path: Path) -> None:
+def test_a_job_goes_on_at_another_stage_and_if_asked_for_in_another_precision(tmp_path: Path) -> None:
     run_ranks(2, _train, tmp_path / "first", _spec(), (0, 3, Wish.PAUSE))
-    other = _spec(
-        precision="bf16", zero={"stage": 3}, start_from={"checkpoint": str(tmp_path / "first")}, steps=6
-    )
+    start = {"checkpoint": str(tmp_path / "first")}
+    other = _spec(precision="bf16", zero={"stage": 3}, start_from=start, steps=6)
+    with pytest.raises(RankFailedError, match="was saved in fp32, the engine runs in bf16"):
+        run_ranks(2, _train, tmp_path / "refused", other)
+    other = _spec(precision="bf16", zero={"stage": 3}, start_from={**start, "cast": True}, steps=6)
     results = run_ranks(2, _train, tmp_path / "second", other)
     assert sorted(_losses(results)) == [5, 6]
 

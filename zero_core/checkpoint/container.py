@@ -28,10 +28,13 @@ CHUNK_BYTES = 4 << 20
 """What is written at a time, and has a digest of its own; the last may be shorter."""
 
 BLOCK_BYTES = 1 << 16
-"""What is verified at a time in what is written now: a range costs two of these more at most; the last may be
+"""What is verified at a time, but in huge files: a range costs two of these more at most; the last may be
 shorter. Readers go by what the manifest says."""
 
 LEAST_BLOCK_BYTES = 4096
+
+_MOST_BLOCKS = 1 << 17
+"""In a file, if a chunk allows: whoever reads a part of it reads all digests, which are in the header."""
 
 DIGEST_DIGITS = 32
 
@@ -204,6 +207,14 @@ def kinds_of(described: Described, unit: int) -> tuple[str, ...]:
 def kind_dtype(described: Described, unit: int, kind: str) -> str:
     """The dtype of a kind of state of a unit: masters and moments are fp32."""
     return held_dtype(described.layout.units[unit].dtype, described.precision) if kind == MODEL else "F32"
+
+
+def fitting_block_bytes(data_bytes: int) -> int:
+    """How large blocks of files of up to `data_bytes` are: 64 KiB up to 8 GiB, at most a chunk."""
+    size = BLOCK_BYTES
+    while size < CHUNK_BYTES and data_bytes > size * _MOST_BLOCKS:
+        size *= 2
+    return size
 
 
 def rank_contents(described: Described, rank: int) -> Contents:

@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -26,6 +26,7 @@ from zero_core.checkpoint.container import (
     Contents,
     buffer_contents,
     dtype_name,
+    fitting_block_bytes,
     held_dtype,
     item_bytes,
     rank_contents,
@@ -309,6 +310,8 @@ def _state_of(engine: ZeroEngine, told: _Told) -> _State:
         versions=dict(told.versions or {}),
         optimizer=_optimizer(engine.config),
     )
+    largest = rank_contents(draft, 0).data_bytes  # of rank 0, who owns no less than others
+    draft = replace(draft, block_bytes=fitting_block_bytes(largest))
     contents = rank_contents(draft, engine.rank)
     of_buffers = buffer_contents(draft.buffers, draft.block_bytes)
     held = {

@@ -213,14 +213,14 @@ def test_a_job_that_starts_from_anothers_checkpoint(service: Running, job: str) 
     given = {"start_from": {"job": job, "step": 2}}
     first = service.client.submit(SPEC | given, idempotency_key="once")
     assert service.client.submit(SPEC | given, idempotency_key="once").id == first.id
-    assert service.client.job(first.id).spec.start_from.model_dump(exclude_none=True) == given["start_from"]
+    assert service.client.job(first.id).spec.start_from.model_dump(exclude_unset=True) == given["start_from"]
     until(lambda: service.client.job(first.id).state == "running")
     received = service.cluster._controllers[first.id].spec.start_from
-    assert received.model_dump(exclude_none=True) == {"checkpoint": service.client.checkpoints(job)[0].path}
+    assert (received.checkpoint, received.cast) == (service.client.checkpoints(job)[0].path, False)
     service.client.cancel(first.id)
-    newest = service.submit_running(start_from={"job": job})
+    newest = service.submit_running(start_from={"job": job, "cast": True})
     received = service.cluster._controllers[newest].spec.start_from
-    assert received.model_dump(exclude_none=True) == {"checkpoint": str(service.plane.checkpoints.root(job))}
+    assert (received.checkpoint, received.cast) == (str(service.plane.checkpoints.root(job)), True)
 
 
 @pytest.mark.parametrize(

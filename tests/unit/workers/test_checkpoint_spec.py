@@ -67,6 +67,7 @@ def test_places_that_are_refused(place: Any, said: str) -> None:
         ({"job": "abc", "checkpoint": "/a"}, "given: job and checkpoint"),
         ({"checkpoint": "/a", "step": 5}, "step 5 means something with job only"),
         ({"job": "abc", "step": 0}, "greater than 0"),
+        ({"safetensors": "/a", "cast": True}, "cast means something with checkpoints only"),
         ({"job": "../abc"}, "match pattern"),
         ({"job": "abc", "stepp": 5}, "Extra inputs"),
     ],

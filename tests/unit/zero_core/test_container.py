@@ -17,6 +17,7 @@ from zero_core.checkpoint.container import (
     buffer_contents,
     digest,
     digests_in,
+    fitting_block_bytes,
     header,
     rank_contents,
 )
@@ -151,6 +152,16 @@ def test_every_chunk_and_block_has_a_digest_and_the_header_a_length_known_before
     for few in (digests._replace(blocks=digests.blocks[1:]), digests._replace(chunks=digests.chunks[1:])):
         with pytest.raises(CheckpointError, match="need a digest each"):
             header(contents, few)
+
+
+def test_blocks_of_huge_files_are_larger_so_that_headers_are_not() -> None:
+    """A header is read whole by whoever reads a part of its file; safetensors takes 100 MB at most."""
+    sizes = {exponent: fitting_block_bytes(1 << exponent) for exponent in (0, 20, 33, 34, 38, 39, 45)}
+    assert list(sizes.values()) == [1 << 16, 1 << 16, 1 << 16, 1 << 17, 1 << 21, 1 << 22, 1 << 22]
+    assert fitting_block_bytes((1 << 33) + 1) == 1 << 17
+    for exponent in (33, 36, 39):
+        contents = buffer_contents([("a", "U8", (1 << exponent,))], sizes.get(exponent, 1 << 19))
+        assert contents.header_bytes < 9 << 20
 
 
 def test_a_file_without_tensors_is_one_too(tmp_path: Path) -> None:
