@@ -87,8 +87,14 @@ class FaultyFiles(Files):
 
 
 def save(root: Path, step: int, files: Files, way: str) -> None:
-    """One save as `saving.save` goes about it with two ranks, or one rank's behind the training."""
-    works = work_of(LocalStore(root, files), world_size=2 if way == "together" else 1, step=step)
+    """One save as `saving.save` goes about it with two ranks, or one rank's behind the training.
+
+    "fenced": by two ranks of the generation that was opened last, as jobs save.
+    """
+    if way == "fenced":
+        manifest.open_generation(root, 1)
+    ranks = 1 if way == "behind" else 2
+    works = work_of(LocalStore(root, files), world_size=ranks, step=step, fenced=way == "fenced")
     if way == "behind":
         write_behind(works[0])
         return
@@ -108,6 +114,13 @@ def calls_of(root: Path, way: str) -> list[str]:
     return files.calls
 
 
+def left(root: Path) -> set[str]:
+    """Names of all that is there, also where an open generation fills its checkpoints."""
+    opened = manifest.staging(root, 1)
+    inside = opened.iterdir() if opened.exists() else ()
+    return {path.name for path in (*root.iterdir(), *inside)} - {opened.name}
+
+
 def check_after(root: Path, step: int, failed: bool, swept: bool) -> None:
     """The state of things after a save of `step` had its fault; `step` - 1 was there before."""
     before = {info.step for info in manifest.scan(root)}
@@ -117,8 +130,7 @@ def check_after(root: Path, step: int, failed: bool, swept: bool) -> None:
         assert step in before
     reads_back(LocalStore(root), max(before))
     if failed and swept:
-        names = {path.name for path in root.iterdir()}
-        assert names == {"LATEST", manifest.folder_name(step - 1, 1)}
+        assert left(root) == {"LATEST", manifest.folder_name(step - 1, 1)}
 
 
 _FAULTS = {
@@ -132,7 +144,7 @@ _FAULTS = {
 """Ways to fail, and of which calls; None: of all."""
 
 
-@pytest.mark.parametrize("way", ["together", "behind"])
+@pytest.mark.parametrize("way", ["together", "behind", "fenced"])
 @pytest.mark.parametrize("fault", list(_FAULTS))
 def test_any_call_may_fail(fault: str, way: str, tmp_path: Path) -> None:
     calls = calls_of(tmp_path, way)
@@ -154,7 +166,9 @@ def test_any_call_may_fail(fault: str, way: str, tmp_path: Path) -> None:
         save(tmp_path, step, FaultyFiles(), way)
         reads_back(LocalStore(tmp_path), step)
         manifest.prune(tmp_path, keep=1)
-        assert {path.name for path in tmp_path.iterdir()} <= {"LATEST", manifest.folder_name(step, 1)}
+        if way == "fenced":
+            manifest.clear_unfinished(tmp_path)
+        assert left(tmp_path) <= {"LATEST", manifest.folder_name(step, 1)}
     if fault == "short":
         assert failures == 0, "what is left of a short write is written by another"
     elif fault == "close":
@@ -167,22 +181,25 @@ def killed(root: Path, step: int, fault: str, at: int, way: str) -> None:
     save(root, step, FaultyFiles(fault, at), way)
 
 
+@pytest.mark.parametrize("way", ["together", "fenced"])
 @pytest.mark.parametrize("fault", ["kill", "kill after"])
-def test_the_process_may_be_killed_at_any_call(fault: str, tmp_path: Path) -> None:
+def test_the_process_may_be_killed_at_any_call(fault: str, way: str, tmp_path: Path) -> None:
     """K8 (metaseq 53, Automodel 3254)."""
-    calls = calls_of(tmp_path, "together")
+    calls = calls_of(tmp_path, way)
     step = 1
     for at, name in enumerate(calls):
         if fault == "kill after" and name not in ("rename", "unlink", "mkdir"):
             continue  # the same as before the next call
         step += 1
-        child = _context.Process(target=killed, args=(tmp_path, step, fault, at, "together"))
+        child = _context.Process(target=killed, args=(tmp_path, step, fault, at, way))
         child.start()
         child.join(60)
         assert child.exitcode == -signal.SIGKILL
         check_after(tmp_path, step, failed=True, swept=False)
         step += 1
-        save(tmp_path, step, FaultyFiles(), "together")
+        save(tmp_path, step, FaultyFiles(), way)
         reads_back(LocalStore(tmp_path), step)
         manifest.prune(tmp_path, keep=1)
-        assert {path.name for path in tmp_path.iterdir()} <= {"LATEST", manifest.folder_name(step, 1)}
+        if way == "fenced":
+            manifest.clear_unfinished(tmp_path)
+        assert left(tmp_path) <= {"LATEST", manifest.folder_name(step, 1)}
