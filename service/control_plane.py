@@ -102,6 +102,7 @@ class ControlPlane:
             clock=clock,
             max_controller_losses=settings.max_controller_losses,
             status_interval_s=settings.reconcile_interval_s,
+            cluster_grows=settings.cluster_grows,
             resolved=self.checkpoints.resolved,
         )
         interval_s = settings.poll_interval_s
@@ -137,8 +138,9 @@ class ControlPlane:
     def submit(self, spec: JobSpec, *, who: str, idempotency_key: str | None = None) -> Job:
         """Put a job into the queue; a key that was used before returns the first job.
 
-        Raises DoesNotFit, with the numbers, before anything is stored where the cluster is too small,
-        NotFound or InvalidRequest where another job has not the checkpoint that this one is to start from.
+        Raises DoesNotFit, with the numbers, before anything is stored where the cluster is too small and
+        does not grow, NotFound or InvalidRequest where another job has not the checkpoint that this one is
+        to start from.
         """
         who = _bounded(who, "the name of who asks")
         if idempotency_key is not None:
@@ -167,7 +169,7 @@ class ControlPlane:
             view = self._cluster.view()
         except ClusterUnavailable:
             view = None
-        return planner.plan(spec, view, workers=workers)
+        return planner.plan(spec, view, workers=workers, grows=self._settings.cluster_grows)
 
     # Wishes.
 
@@ -193,8 +195,10 @@ class ControlPlane:
         """Have the job go on with another number of workers.
 
         Raises ImpossibleResize where that can never be, Conflict where the job is not at `expected_version`.
+        Where the cluster grows, room is left to the job's controller, which asks for it and waits.
         """
-        planner.check_resize(self._store.get(job_id).spec, workers, self._cluster.view())
+        spec, grows = self._store.get(job_id).spec, self._settings.cluster_grows
+        planner.check_resize(spec, workers, self._cluster.view(), grows=grows)
         job = self._wish(
             job_id,
             lambda job: jobs.resized(job, workers, who=who, now=self._clock()),

@@ -50,9 +50,10 @@ class Keeper:
         clock: Callable[[], float],
         max_controller_losses: int,
         status_interval_s: float,
+        cluster_grows: bool = False,
         resolved: Callable[[JobSpec], JobSpec] = lambda spec: spec,
     ) -> None:
-        """resolved: the specification as a controller gets it."""
+        """cluster_grows: see `service.scheduler`; resolved: the specification as a controller gets it."""
         self._store = store
         self._cluster = cluster
         self._collector = collector
@@ -60,6 +61,7 @@ class Keeper:
         self._clock = clock
         self._max_controller_losses = max_controller_losses
         self._status_interval_s = status_interval_s
+        self._cluster_grows = cluster_grows
         self._resolved = resolved
         self._next_status = 0.0
         self._failures: dict[str, _Failure] = {}
@@ -92,7 +94,8 @@ class Keeper:
         queued = self._store.in_states(frozenset({JobState.QUEUED}))
         if not queued:
             return
-        decision = decide(queued, self._store.in_states(LIVE), self._cluster.view())
+        live, view = self._store.in_states(LIVE), self._cluster.view()
+        decision = decide(queued, live, view, grows=self._cluster_grows)
         told = {job.id: job.reason for job in queued}
         for job_id, reason in decision.waiting.items():
             if reason != told[job_id]:

@@ -45,17 +45,22 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def plan(spec: JobSpec, view: ClusterView | None, *, workers: int | None = None) -> Plan:
+def plan(spec: JobSpec, view: ClusterView | None, *, workers: int | None = None, grows: bool = False) -> Plan:
     """The plan at `workers` ranks (default: those wanted at the start), on the cluster as it is.
 
-    `view` is None where the cluster cannot be asked; then only the job itself is looked at.
+    `view` is None where the cluster cannot be asked; then only the job itself is looked at. Where the
+    cluster `grows`, what its nodes lack is a note: which nodes may yet come is not known here.
     """
     n = workers or spec.workers.wanted
     layout = _layout(spec, n)
     budget = None if layout is None else _budget(spec, layout, engine_config(spec))
     reasons, notes = _own_memory(spec, budget), _unchecked(spec, budget, view)
     if view is not None:
-        reasons += _places(spec, n, budget, view)
+        lacking = _places(spec, n, budget, view)
+        if grows:
+            notes += [f"the cluster would have to grow: {lack}" for lack in lacking]
+        else:
+            reasons += lacking
     return Plan(
         workers=n,
         known=budget is not None,
@@ -125,10 +130,13 @@ def every_stage(spec: JobSpec, *, workers: int | None = None) -> StageBudgets:
     return StageBudgets(n, layout.numel(), stages, notes)
 
 
-def check_resize(spec: JobSpec, workers: int, view: ClusterView) -> None:
-    """Raise ImpossibleResize, with what is in the way, where the job can never have so many workers there."""
+def check_resize(spec: JobSpec, workers: int, view: ClusterView, *, grows: bool = False) -> None:
+    """Raise ImpossibleResize, with what is in the way, where the job can never have so many workers there.
+
+    Where the cluster `grows`, that is only what the job's own bounds and reserved memory forbid.
+    """
     check_workers(spec, workers)
-    found = plan(spec, view, workers=workers)
+    found = plan(spec, view, workers=workers, grows=grows)
     if not found.fits:
         raise ImpossibleResize(
             f"the job cannot have {workers} workers: {'; '.join(found.reasons)}",

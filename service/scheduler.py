@@ -3,6 +3,10 @@
 The rule: first come, first served, all wanted workers at once, no overtaking. One exception: a job that is
 larger than the whole cluster as it is now waits for the cluster to grow and holds no one back. What a live
 job may still take (it is starting, or growing) counts as taken.
+
+Where an autoscaler adds nodes, a queued job is seen by it only once its places are asked for. So there the
+first job without room is started all the same, larger than the cluster or not, and waits in Ray. One at a
+time: two that each hold a part of what they need could wait for each other for ever.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +14,7 @@ from dataclasses import dataclass
 from math import floor
 
 from service.cluster import ClusterView, NodeView
-from service.jobs import Job
+from service.jobs import Job, JobState
 from workers.spec import JobSpec, Resources
 
 _EPSILON = 1e-6
@@ -56,8 +60,12 @@ def total_room(view: ClusterView) -> list[Room]:
     return [Room(node.cpus, node.gpus, node.memory_bytes) for node in view.alive]
 
 
-def decide(queued: Sequence[Job], live: Iterable[Job], view: ClusterView) -> Decision:
-    """What to do with the queue (`queued`: longest waiting first) on the cluster as `view` shows it."""
+def decide(queued: Sequence[Job], live: Iterable[Job], view: ClusterView, *, grows: bool = False) -> Decision:
+    """What to do with the queue (`queued`: longest waiting first) on the cluster as `view` shows it.
+
+    grows: an autoscaler adds nodes for what is asked of the cluster.
+    """
+    live = list(live)
     free = [_free(node) for node in view.alive]
     total = total_room(view)
     unclaimed = _sum(total)
@@ -66,10 +74,11 @@ def decide(queued: Sequence[Job], live: Iterable[Job], view: ClusterView) -> Dec
     start: list[str] = []
     waiting: dict[str, str] = {}
     blocked_by: str | None = None
+    asking = any(job.state is JobState.STARTING for job in live)
     for job in queued:
         resources, workers = job.spec.resources, job.wanted_workers
         capacity = sum(room.workers(resources) for room in total)
-        if workers > capacity:
+        if workers > capacity and not grows:
             waiting[job.id] = (
                 f"waiting for the cluster to grow: {describe(job.spec, workers)}; "
                 f"it has place for {capacity} in all"
@@ -78,6 +87,9 @@ def decide(queued: Sequence[Job], live: Iterable[Job], view: ClusterView) -> Dec
             waiting[job.id] = f"waiting behind job {blocked_by}"
         elif workers > (now := min(sum(r.workers(resources) for r in free), unclaimed.workers(resources))):
             blocked_by = job.id
+            if grows and not asking and not start:
+                start.append(job.id)
+                continue
             waiting[job.id] = f"waiting for {describe(job.spec, workers)}; there is place for {now} now"
         else:
             start.append(job.id)

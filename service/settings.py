@@ -42,6 +42,11 @@ class Settings(BaseSettings):
     local_cpus: PositiveInt | None = Field(
         default=None, description="CPUs of the local cluster; null: those of this machine."
     )
+    cluster_grows: bool = Field(
+        default=False,
+        description="Whether an autoscaler adds nodes to the cluster: jobs and resizes larger than it is now "
+        "are then handed to Ray, for the autoscaler to see, instead of refused. A local cluster never grows.",
+    )
     poll_interval_s: PositiveFloat = Field(
         default=0.3, le=60, description="Seconds between looks at the controllers and at the queue."
     )

@@ -113,6 +113,30 @@ def test_a_resize_that_cannot_be_placed_is_taken_back(plane: ControlPlane, clust
     assert len(cluster.commands) == 1
 
 
+def test_where_the_cluster_grows_room_is_left_to_the_controller(
+    tmp_path: Path, store: Store, cluster: FakeCluster
+) -> None:
+    settings = Settings(data_dir=tmp_path, poll_interval_s=0.01, cluster_grows=True)
+    plane = ControlPlane(settings, store, cluster)
+    plane.start()
+    try:
+        job = running(plane, workers={"wanted": 5})
+        assert cluster.started == [(job.id, 1, 5)], "more than the 4 places there are"
+        cluster.no_place = "missing: 2 CPU"
+        plane.resize(job.id, 7, who="ann")
+        assert cluster.commands == [(job.id, {"kind": "resize", "workers": 7, "who": "ann"})]
+        wait_until(lambda: plane.get(job.id).wanted_workers == 5)
+        last = plane.timeline(job.id, after=0, limit=100)[-1]
+        assert (last.kind, last.body["reason"]) == ("resize_refused", "missing: 2 CPU")
+        assert plane.get(job.id).state is JobState.RUNNING
+        with pytest.raises(ImpossibleResize, match="micro-batches"):
+            plane.resize(job.id, 9, who="ann")
+        with pytest.raises(DoesNotFit, match="reserves 1,000"):
+            plane.submit(spec_of(resources={"memory_bytes": 1000}), who="ann")
+    finally:
+        plane.stop()
+
+
 def test_a_resize_needs_the_cluster_to_be_asked(plane: ControlPlane, cluster: FakeCluster) -> None:
     job = running(plane)
     cluster.available = False

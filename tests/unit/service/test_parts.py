@@ -32,8 +32,10 @@ def test_importing_the_service_loads_neither_ray_nor_torch() -> None:
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ELASTIC_ZERO_DATA_DIR", str(tmp_path))
     monkeypatch.setenv("ELASTIC_ZERO_LOCAL_CPUS", "3")
+    monkeypatch.setenv("ELASTIC_ZERO_CLUSTER_GROWS", "true")
     settings = Settings()
     assert settings.local_cpus == 3
+    assert settings.cluster_grows
     assert settings.store_url == f"sqlite:///{tmp_path}/elastic-zero.db"
     assert settings.storage_dir == tmp_path
     with pytest.raises(ValidationError):

@@ -93,6 +93,21 @@ def test_a_resize_beyond_the_cluster_is_impossible() -> None:
         check_resize(spec_of(), 5, view(cpus=4))
 
 
+def test_where_the_cluster_grows_its_nodes_are_a_note_and_the_jobs_own_bounds_stand() -> None:
+    found = plan(spec_of(), view(cpus=4), workers=5, grows=True)
+    assert found.fits
+    assert "would have to grow" in found.notes[0]
+    assert "place for 4" in found.notes[0]
+    assert plan(spec_of(), view(cpus=4), workers=4, grows=True).notes == ()
+    large = spec_of(model={"kind": "gpt", "layers": 48, "hidden": 4096, "heads": 32})
+    assert "memory for 0" in plan(large, view(), grows=True).notes[0]
+    check_resize(spec_of(), 5, view(cpus=4), grows=True)
+    with pytest.raises(ImpossibleResize, match="micro-batches"):
+        check_resize(spec_of(), 9, view(cpus=4), grows=True)
+    with pytest.raises(ImpossibleResize, match="reserves 1,000"):
+        check_resize(spec_of(resources={"memory_bytes": 1000}), 5, view(cpus=4), grows=True)
+
+
 def test_a_resize_to_too_few_for_the_model_is_impossible() -> None:
     spec = spec_of(
         model={"kind": "gpt", "layers": 8, "hidden": 512, "heads": 8},

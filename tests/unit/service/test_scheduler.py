@@ -40,6 +40,24 @@ def test_a_job_larger_than_the_cluster_holds_no_one_back() -> None:
     assert "waiting for the cluster to grow" in decision.waiting["a"]
 
 
+def test_where_the_cluster_grows_the_first_job_without_room_asks_for_it() -> None:
+    larger, behind = queued("a", 8), queued("b", 1)
+    decision = decide([larger, behind], [], view(node(4)), grows=True)
+    assert decision.start == ("a",)
+    assert decision.waiting["b"] == "waiting behind job a"
+    assert decide([queued("a", 2)], [], view(node(4, free=1)), grows=True).start == ("a",), "a full one too"
+    assert decide([larger], [], view(), grows=True).start == ("a",), "one without nodes too"
+
+
+def test_one_job_at_a_time_has_the_cluster_grow() -> None:
+    starting = job_of(JobState.STARTING, wanted_workers=8)
+    decision = decide([queued("a", 8), queued("b", 1)], [starting], view(node(4)), grows=True)
+    assert decision.start == ()
+    assert "place for 0 now" in decision.waiting["a"]
+    running = job_of(JobState.RUNNING, workers=4, wanted_workers=8)
+    assert decide([queued("a", 8)], [running], view(node(4, free=0)), grows=True).start == ("a",)
+
+
 def test_what_a_starting_job_has_not_taken_yet_counts_as_taken() -> None:
     live = job_of(JobState.STARTING, wanted_workers=3)
     assert decide([queued("a", 2)], [live], view(node(4))).start == ()
