@@ -18,9 +18,9 @@ import typer
 from rich.table import Table
 
 from api import planning, render
-from api.cli_common import FOUND, AsJson, JobArgument, UserMistake, err, options_of, out
+from api.cli_common import FOUND, AsJson, DamageFound, JobArgument, UserMistake, err, options_of, out
 from api.client import Client
-from api.schemas import CheckpointOut, DamageOut, UnusableOut
+from api.schemas import CheckpointOut, CheckpointsOut, DamageOut, UnusableOut
 from workers.committed import committed, is_checkpoint
 from zero_core.checkpoint import manifest
 from zero_core.checkpoint.manifest import CheckpointInfo, Manifest
@@ -116,8 +116,7 @@ def verify(context: typer.Context, target: Target, as_json: AsJson = False) -> N
     else:
         with options_of(context).client() as client:
             job_id = client.find(job.prefix).id
-            # One that is damaged may not be listed.
-            step = _of_job(client, job)[1].step if job.step is None else job.step
+            step = _newest_step(client, job_id) if job.step is None else job.step
             verified = client.verify_checkpoint(job_id, step)
         path, damage = verified.path, verified.damage
     if as_json:
@@ -242,15 +241,41 @@ def _job(target: str) -> _Job | None:
 
 
 def _of_job(client: Client, job: _Job) -> tuple[str, CheckpointOut]:
+    """The job's id, and the one that is meant. Raises UserMistake, or DamageFound where it is damaged."""
     job_id = client.find(job.prefix).id
-    listed = client.checkpoints(job_id)
-    if not listed:
-        raise UserMistake(f"job {job_id} has no checkpoint yet")
-    for one in reversed(listed):
+    found = client.surveyed_checkpoints(job_id)
+    for one in reversed(found.checkpoints):
         if job.step in (None, one.step):
             return job_id, one
-    steps = ", ".join(str(one.step) for one in listed)
+    damaged = [one for one in found.unusable if job.step in (None, one.step)]
+    if damaged:
+        which = "no checkpoint" if job.step is None else f"no checkpoint of step {job.step}"
+        told = "; ".join(f"step {one.step} of generation {one.generation}: {one.what}" for one in damaged)
+        raise DamageFound(
+            f"job {job_id} has {which} that can be loaded: {told}; 'elastic-zero checkpoint verify "
+            f"{job_id}@{damaged[-1].step}' says what is wrong with it"
+        )
+    if not found.checkpoints and not found.unusable:
+        raise _none_yet(job_id)
+    steps = ", ".join(map(str, _steps(found)))
     raise UserMistake(f"job {job_id} has no checkpoint of step {job.step}; there are: {steps}")
+
+
+def _newest_step(client: Client, job_id: str) -> int:
+    """Of a job's newest checkpoint, be it damaged. Raises UserMistake where there is none."""
+    steps = _steps(client.surveyed_checkpoints(job_id))
+    if not steps:
+        raise _none_yet(job_id)
+    return steps[-1]
+
+
+def _steps(found: CheckpointsOut) -> list[int]:
+    """Of all that were committed, damaged or not, the newest last."""
+    return sorted({one.step for one in found.checkpoints} | {one.step for one in found.unusable})
+
+
+def _none_yet(job_id: str) -> UserMistake:
+    return UserMistake(f"job {job_id} has no checkpoint yet")
 
 
 def _listed(context: typer.Context, target: str) -> tuple[list[CheckpointOut], list[UnusableOut]]:

@@ -15,7 +15,7 @@ from api import server_file
 from api.cli import app
 from api.cli_common import FAILED, FOUND, UNREACHABLE, WRONG_USAGE
 from api.client import Client, Refused
-from api.schemas import CheckpointOut
+from api.schemas import CheckpointsOut
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_worker_loop import _spec, _train
 from tests.unit.api.running import SPEC, TOKEN, Running, running, until
@@ -381,14 +381,40 @@ def test_a_folder_of_nothing_but_damaged_ones_names_the_newest(tmp_path: Path, s
     assert _cli(tmp_path, "checkpoint", "verify", str(newest)).exit_code == FOUND, "as the message says"
 
 
+def test_a_jobs_newest_is_verified_be_it_damaged_and_others_are_told_what_is_wrong(
+    service: Running, data_dir: Path, job: str, saved: Path
+) -> None:
+    for step in (4, 2):
+        path = service.client.checkpoints(job)[-1].path
+        file = Path(path) / "rank-00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-5])
+        result = _cli(data_dir, "checkpoint", "verify", job, "--json")
+        assert result.exit_code == FOUND
+        assert json.loads(result.stdout)["path"].endswith("step-00000004.g0001"), "the newest"
+        result = _cli(data_dir, "checkpoint", "show", f"{job}@{step}")
+        assert result.exit_code == FOUND
+        assert f"no checkpoint of step {step} that can be loaded" in result.stderr
+    for arguments in (("show",), ("export",), ("diff", str(saved))):
+        result = _cli(data_dir, "checkpoint", *arguments, job)
+        assert result.exit_code == FOUND
+        assert f"job {job} has no checkpoint that can be loaded: step 2 of generation 1: " in result.stderr
+        assert "; step 4 of generation 1: " in result.stderr
+        assert "where the manifest says" in result.stderr
+    assert "there are: 2, 4" in _cli(data_dir, "checkpoint", "show", f"{job}@9").stderr
+    empty = service.client.submit(SPEC).id
+    for command in ("verify", "show"):
+        result = _cli(data_dir, "checkpoint", command, empty)
+        assert (result.exit_code, "has no checkpoint yet" in result.stderr) == (FAILED, True)
+
+
 def test_a_jobs_checkpoint_that_only_the_service_has(
     service: Running, data_dir: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def elsewhere(client: Client, job_id: str) -> list[CheckpointOut]:
-        return [one.model_copy(update={"path": "/on/another/machine"}) for one in listed(client, job_id)]
-
-    listed = Client.checkpoints
-    monkeypatch.setattr(Client, "checkpoints", elsewhere)
+    listed = service.client.checkpoints(job)
+    elsewhere = [one.model_copy(update={"path": "/on/another/machine"}) for one in listed]
+    monkeypatch.setattr(
+        Client, "surveyed_checkpoints", lambda client, job_id: CheckpointsOut(checkpoints=elsewhere)
+    )
     for command in (
         ("checkpoint", "show"),
         ("checkpoint", "diff", job),
