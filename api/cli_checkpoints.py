@@ -24,7 +24,7 @@ from api.schemas import CheckpointOut, CheckpointsOut, DamageOut, UnusableOut
 from workers.committed import committed, is_checkpoint
 from zero_core.checkpoint import manifest
 from zero_core.checkpoint.manifest import CheckpointInfo, Manifest
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointError, DamagedError
 
 group = typer.Typer(no_args_is_help=True, help="A job's checkpoints, or those in a folder.")
 
@@ -306,7 +306,7 @@ def _chosen(context: typer.Context, target: str) -> CheckpointOut:
 def _place(target: str) -> str:
     """Folder or address of the one checkpoint that is meant: the newest where it is a folder of them.
 
-    Raises UserMistake where there is none that could be loaded.
+    Raises UserMistake where there is none, and DamageFound where none can be loaded.
     """
     with _reading(target):
         if is_checkpoint(target):
@@ -315,7 +315,7 @@ def _place(target: str) -> str:
         if newest is not None:
             return newest.location
     damaged = _newest(target)
-    raise UserMistake(
+    raise DamageFound(
         f"no checkpoint in {target} can be loaded; the newest is {damaged}: "
         f"'elastic-zero checkpoint verify {damaged}' says what is wrong with it"
     )
@@ -360,7 +360,7 @@ def _reading(target: str) -> Iterator[None]:
 
 
 def _single(path: str) -> CheckpointOut:
-    said = manifest.read(path)
+    said = _readable(path)
     info = CheckpointInfo(
         step=said.step,
         generation=said.generation,
@@ -374,10 +374,14 @@ def _single(path: str) -> CheckpointOut:
 
 
 def _readable(path: str) -> Manifest:
-    """The manifest, read from here. Raises UserMistake."""
+    """The manifest, read from here. Raises DamagedError, and UserMistake where it cannot be had."""
+    from zero_core.checkpoint.reading import read_manifest
+
     try:
-        return manifest.read(path)
+        return read_manifest(path)[0]
     except (CheckpointError, OSError) as error:
+        if isinstance(error, DamagedError) and not isinstance(error.__cause__, OSError):
+            raise
         raise UserMistake(
             f"the checkpoint at {path} cannot be read from here: {error}; if the service has it and this "
             "machine does not, run the command there ('checkpoint verify JOB' is done by the service)"

@@ -376,9 +376,23 @@ def test_a_folder_of_nothing_but_damaged_ones_names_the_newest(tmp_path: Path, s
         newest = info.path
     for command in (("checkpoint", "show"), ("reshard", "--dry-run", "--to", "3"), ("checkpoint", "ls")):
         result = _cli(tmp_path, *command, str(root))
-        assert result.exit_code == FAILED
+        assert result.exit_code == FOUND
         assert f"no checkpoint in {root} can be loaded; the newest is {newest}: " in result.stderr
     assert _cli(tmp_path, "checkpoint", "verify", str(newest)).exit_code == FOUND, "as the message says"
+
+
+@pytest.mark.parametrize("command", READING, ids=lambda command: "-".join(command[:2]))
+@pytest.mark.parametrize("what", ["manifest.json", "rank-00000.safetensors"])
+def test_damage_that_a_first_look_shows_has_its_exit_code(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (whole,) = saved.glob("step-00000004*")
+    damaged = shutil.copytree(whole, tmp_path / whole.name)
+    (damaged / what).write_bytes((whole / what).read_bytes()[:-5])
+    result = _cli(tmp_path, *(str(saved) if word == "SAVED" else word for word in command), str(damaged))
+    assert result.exit_code == FOUND, result.output
+    assert what in result.output
 
 
 def test_a_jobs_newest_is_verified_be_it_damaged_and_others_are_told_what_is_wrong(
