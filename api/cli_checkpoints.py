@@ -6,9 +6,10 @@ through the service; or a folder or an address (anything with a slash in it), re
 """
 
 import json
+import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +25,7 @@ from api.schemas import CheckpointOut, CheckpointsOut, DamageOut, UnusableOut
 from workers.committed import committed, is_checkpoint
 from zero_core.checkpoint import manifest
 from zero_core.checkpoint.manifest import CheckpointInfo, Manifest
+from zero_core.checkpoint.store import open_store, split
 from zero_core.errors import CheckpointError, DamagedError
 
 group = typer.Typer(no_args_is_help=True, help="A job's checkpoints, or those in a folder.")
@@ -164,8 +166,8 @@ def export(
     context: typer.Context,
     target: Target,
     to: Annotated[
-        Path | None,
-        typer.Option(help="New folder; of a folder only. A job's goes into the job's own folder."),
+        str | None,
+        typer.Option(help="New folder or address; of a folder only. A job's goes into the job's own folder."),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of floating parameters; master: as stored.")] = Dtype.MASTER,
     max_shard: Annotated[str, typer.Option(help="Most bytes in a file, as 5GB.", metavar="BYTES")] = "5GB",
@@ -174,16 +176,11 @@ def export(
     """Write the parameters as Hugging Face style safetensors."""
     limit, job = planning.byte_count(max_shard, "--max-shard"), _job(target)
     if job is None:
-        from zero_core.checkpoint import interchange
-
         if to is None:
             raise planning.WrongUsage(
                 "--to: say into which new folder the parameters of a folder are exported"
             )
-        if to.exists():
-            raise UserMistake(f"{to} exists: give a new folder")
-        interchange.export_model(_place(target), to, dtype=dtype.value, max_shard_bytes=limit)
-        folder, files = str(to), sorted(path.name for path in to.iterdir())
+        folder, files = to, _exported(target, to, dtype, limit)
     else:
         if to is not None:
             raise planning.WrongUsage("--to: a job's parameters are exported into the job's own folder")
@@ -195,6 +192,30 @@ def export(
         typer.echo(json.dumps({"folder": folder, "files": files}))
     else:
         typer.echo(folder)
+
+
+def _exported(target: str, to: str, dtype: Dtype, limit: int) -> list[str]:
+    """Names of the files written to a new folder or address. Leaves nothing there where it fails."""
+    from zero_core.checkpoint import interchange
+
+    store = open_store(to)
+    if store.names() or store.size("") is not None or (store.moves and Path(to).exists()):
+        raise UserMistake(f"{to} exists: give a new folder")
+    place = _place(target)
+    draft = str(Path(to).parent / f".exporting-{secrets.token_hex(8)}") if store.moves else to
+    try:
+        written = interchange.export_model(place, draft, dtype=dtype.value, max_shard_bytes=limit)
+        if draft != to:
+            Path(draft).rename(to)
+    except BaseException:
+        left = open_store(draft)
+        with suppress(OSError):  # what failed before is what is told
+            for name in left.names():
+                left.remove(name)
+            if store.moves:
+                Path(draft).rmdir()
+        raise
+    return sorted(split(location)[1] for location in written)
 
 
 def reshard(

@@ -307,6 +307,27 @@ def test_folders_need_no_service(tmp_path: Path, saved: Path) -> None:
     assert (damaged.exit_code, name in damaged.stdout) == (FOUND, True)
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_an_export_to_a_place_that_failed_can_be_done_again(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved, tmp_path / "root")
+    _damage(tmp_path / "root", 4)
+    to = f"{scheme}{tmp_path / 'deep' / 'out'}"
+    options = ("--to", to, "--max-shard", "20000")
+    assert _cli(tmp_path, "checkpoint", "export", f"{tmp_path}/root", *options).exit_code == FOUND
+    assert [path for path in (tmp_path / "deep").rglob("*") if path.is_file()] == []
+    assert not list(tmp_path.rglob(".exporting-*"))
+    exported = json.loads(_cli(tmp_path, "checkpoint", "export", str(saved), *options, "--json").stdout)
+    assert exported["folder"] == to
+    assert exported["files"] == sorted(path.name for path in (tmp_path / "deep" / "out").iterdir())
+    assert len(exported["files"]) > 2
+    again = _cli(tmp_path, "checkpoint", "export", str(saved), *options)
+    assert (again.exit_code, f"{to} exists" in again.stderr) == (FAILED, True)
+    assert not (tmp_path / "file:").exists()
+
+
 def test_what_each_rank_of_another_group_would_read(tmp_path: Path, saved: Path) -> None:
     told = _cli(tmp_path, "reshard", "--dry-run", "--to", "3", str(saved), "--json")
     assert told.exit_code == 0, told.output
