@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.measure import Measurement
 from rich.table import Table
 
 from api import planning, render
@@ -40,6 +41,8 @@ Target = Annotated[
     ),
 ]
 _SHOWN = 20
+_WIDEST = 100_000
+"""Characters of a line."""
 
 
 class Dtype(StrEnum):
@@ -78,7 +81,10 @@ def ls(context: typer.Context, target: Target, as_json: AsJson = False) -> None:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.created))
         cells = (one.step, one.generation, one.world_size, one.stage, render.size(one.bytes), saved, one.path)
         table.add_row(*(str(cell) for cell in cells))
-    out.print(table if found else "none")
+    if found:
+        _print_whole(table)
+    else:
+        out.print("none")
 
 
 @group.command("show")
@@ -92,7 +98,7 @@ def show(context: typer.Context, target: Target, as_json: AsJson = False) -> Non
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), str(value))
-    out.print(table)
+    _print_whole(table)
 
 
 @group.command("save")
@@ -249,6 +255,12 @@ def reshard(
         typer.echo(f"rank {rank}: {render.size(amount)}")
     if to > _SHOWN:
         typer.echo(f"and {to - _SHOWN} more, the most any reads {render.size(max(reads))}; --json has all")
+
+
+def _print_whole(table: Table) -> None:
+    """As wide as it is, whatever the terminal or pipe: a path in it is to be copied, or read by programs."""
+    table.width = Measurement.get(out, out.options.update(max_width=_WIDEST), table).maximum
+    out.print(table, crop=False)
 
 
 def _job(target: str) -> _Job | None:

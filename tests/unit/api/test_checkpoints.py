@@ -373,6 +373,15 @@ def test_a_wrong_place_is_told_with_what_is_there_and_whose_folder_is_meant(
         assert not (tmp_path / "x").exists()
 
 
+def test_paths_stay_whole_however_narrow_the_place_where_they_are_shown(tmp_path: Path, saved: Path) -> None:
+    root = tmp_path / ("x" * 90)
+    shutil.copytree(saved, root)
+    lines = _cli(tmp_path, "checkpoint", "ls", str(root)).stdout.splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == [info.location for info in manifest.scan(root)]
+    shown = _cli(tmp_path, "checkpoint", "show", str(root)).stdout
+    assert manifest.scan(root)[-1].location in shown
+
+
 def test_a_damaged_one_is_listed_as_such(service: Running, data_dir: Path, job: str) -> None:
     root = Path(service.plane.checkpoints.root(job))
     newest = manifest.scan(root)[-1]
