@@ -26,6 +26,7 @@ from api.cli_common import (
     UNREACHABLE,
     WRONG_USAGE,
     AsJson,
+    DamageFound,
     JobArgument,
     Options,
     UserMistake,
@@ -63,7 +64,7 @@ class _Commands(TyperGroup):
             _fail(f"{error.code}: {error.detail}", code, error.members.get("errors"))
         except (planning.WrongUsage, ConfigError) as error:
             _fail(str(error), WRONG_USAGE)
-        except DamagedError as error:
+        except (DamagedError, DamageFound) as error:
             _fail(str(error), FOUND)
         except (ClientError, ServiceError, TokenFileError, UserMistake, CheckpointError, OSError) as error:
             _fail(str(error), FAILED)

@@ -6,25 +6,28 @@ through the service; or a folder or an address (anything with a slash in it), re
 """
 
 import json
+import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.measure import Measurement
 from rich.table import Table
 
 from api import planning, render
-from api.cli_common import FOUND, AsJson, JobArgument, UserMistake, err, options_of, out
+from api.cli_common import FOUND, AsJson, DamageFound, JobArgument, UserMistake, err, options_of, out
 from api.client import Client
-from api.schemas import CheckpointOut, DamageOut, UnusableOut
+from api.schemas import CheckpointOut, CheckpointsOut, DamageOut, UnusableOut
 from workers.committed import committed, is_checkpoint
 from zero_core.checkpoint import manifest
 from zero_core.checkpoint.manifest import CheckpointInfo, Manifest
-from zero_core.errors import CheckpointError
+from zero_core.checkpoint.store import open_store, split
+from zero_core.errors import CheckpointError, DamagedError
 
 group = typer.Typer(no_args_is_help=True, help="A job's checkpoints, or those in a folder.")
 
@@ -38,6 +41,8 @@ Target = Annotated[
     ),
 ]
 _SHOWN = 20
+_WIDEST = 100_000
+"""Characters of a line."""
 
 
 class Dtype(StrEnum):
@@ -76,7 +81,10 @@ def ls(context: typer.Context, target: Target, as_json: AsJson = False) -> None:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.created))
         cells = (one.step, one.generation, one.world_size, one.stage, render.size(one.bytes), saved, one.path)
         table.add_row(*(str(cell) for cell in cells))
-    out.print(table if found else "none")
+    if found:
+        _print_whole(table)
+    else:
+        out.print("none")
 
 
 @group.command("show")
@@ -90,7 +98,7 @@ def show(context: typer.Context, target: Target, as_json: AsJson = False) -> Non
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), str(value))
-    out.print(table)
+    _print_whole(table)
 
 
 @group.command("save")
@@ -116,8 +124,7 @@ def verify(context: typer.Context, target: Target, as_json: AsJson = False) -> N
     else:
         with options_of(context).client() as client:
             job_id = client.find(job.prefix).id
-            # One that is damaged may not be listed.
-            step = _of_job(client, job)[1].step if job.step is None else job.step
+            step = _newest_step(client, job_id) if job.step is None else job.step
             verified = client.verify_checkpoint(job_id, step)
         path, damage = verified.path, verified.damage
     if as_json:
@@ -165,8 +172,8 @@ def export(
     context: typer.Context,
     target: Target,
     to: Annotated[
-        Path | None,
-        typer.Option(help="New folder; of a folder only. A job's goes into the job's own folder."),
+        str | None,
+        typer.Option(help="New folder or address; of a folder only. A job's goes into the job's own folder."),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of floating parameters; master: as stored.")] = Dtype.MASTER,
     max_shard: Annotated[str, typer.Option(help="Most bytes in a file, as 5GB.", metavar="BYTES")] = "5GB",
@@ -175,16 +182,11 @@ def export(
     """Write the parameters as Hugging Face style safetensors."""
     limit, job = planning.byte_count(max_shard, "--max-shard"), _job(target)
     if job is None:
-        from zero_core.checkpoint import interchange
-
         if to is None:
             raise planning.WrongUsage(
                 "--to: say into which new folder the parameters of a folder are exported"
             )
-        if to.exists():
-            raise UserMistake(f"{to} exists: give a new folder")
-        interchange.export_model(_place(target), to, dtype=dtype.value, max_shard_bytes=limit)
-        folder, files = str(to), sorted(path.name for path in to.iterdir())
+        folder, files = to, _exported(target, to, dtype, limit)
     else:
         if to is not None:
             raise planning.WrongUsage("--to: a job's parameters are exported into the job's own folder")
@@ -196,6 +198,30 @@ def export(
         typer.echo(json.dumps({"folder": folder, "files": files}))
     else:
         typer.echo(folder)
+
+
+def _exported(target: str, to: str, dtype: Dtype, limit: int) -> list[str]:
+    """Names of the files written to a new folder or address. Leaves nothing there where it fails."""
+    from zero_core.checkpoint import interchange
+
+    store = open_store(to)
+    if store.names() or store.size("") is not None or (store.moves and Path(to).exists()):
+        raise UserMistake(f"{to} exists: give a new folder")
+    place = _place(target)
+    draft = str(Path(to).parent / f".exporting-{secrets.token_hex(8)}") if store.moves else to
+    try:
+        written = interchange.export_model(place, draft, dtype=dtype.value, max_shard_bytes=limit)
+        if draft != to:
+            Path(draft).rename(to)
+    except BaseException:
+        left = open_store(draft)
+        with suppress(OSError):  # what failed before is what is told
+            for name in left.names():
+                left.remove(name)
+            if store.moves:
+                Path(draft).rmdir()
+        raise
+    return sorted(split(location)[1] for location in written)
 
 
 def reshard(
@@ -231,6 +257,12 @@ def reshard(
         typer.echo(f"and {to - _SHOWN} more, the most any reads {render.size(max(reads))}; --json has all")
 
 
+def _print_whole(table: Table) -> None:
+    """As wide as it is, whatever the terminal or pipe: a path in it is to be copied, or read by programs."""
+    table.width = Measurement.get(out, out.options.update(max_width=_WIDEST), table).maximum
+    out.print(table, crop=False)
+
+
 def _job(target: str) -> _Job | None:
     """The job that is meant; None where it is a folder or an address."""
     if "/" in target or target in {".", ".."}:
@@ -242,15 +274,41 @@ def _job(target: str) -> _Job | None:
 
 
 def _of_job(client: Client, job: _Job) -> tuple[str, CheckpointOut]:
+    """The job's id, and the one that is meant. Raises UserMistake, or DamageFound where it is damaged."""
     job_id = client.find(job.prefix).id
-    listed = client.checkpoints(job_id)
-    if not listed:
-        raise UserMistake(f"job {job_id} has no checkpoint yet")
-    for one in reversed(listed):
+    found = client.surveyed_checkpoints(job_id)
+    for one in reversed(found.checkpoints):
         if job.step in (None, one.step):
             return job_id, one
-    steps = ", ".join(str(one.step) for one in listed)
+    damaged = [one for one in found.unusable if job.step in (None, one.step)]
+    if damaged:
+        which = "no checkpoint" if job.step is None else f"no checkpoint of step {job.step}"
+        told = "; ".join(f"step {one.step} of generation {one.generation}: {one.what}" for one in damaged)
+        raise DamageFound(
+            f"job {job_id} has {which} that can be loaded: {told}; 'elastic-zero checkpoint verify "
+            f"{job_id}@{damaged[-1].step}' says what is wrong with it"
+        )
+    if not found.checkpoints and not found.unusable:
+        raise _none_yet(job_id)
+    steps = ", ".join(map(str, _steps(found)))
     raise UserMistake(f"job {job_id} has no checkpoint of step {job.step}; there are: {steps}")
+
+
+def _newest_step(client: Client, job_id: str) -> int:
+    """Of a job's newest checkpoint, be it damaged. Raises UserMistake where there is none."""
+    steps = _steps(client.surveyed_checkpoints(job_id))
+    if not steps:
+        raise _none_yet(job_id)
+    return steps[-1]
+
+
+def _steps(found: CheckpointsOut) -> list[int]:
+    """Of all that were committed, damaged or not, the newest last."""
+    return sorted({one.step for one in found.checkpoints} | {one.step for one in found.unusable})
+
+
+def _none_yet(job_id: str) -> UserMistake:
+    return UserMistake(f"job {job_id} has no checkpoint yet")
 
 
 def _listed(context: typer.Context, target: str) -> tuple[list[CheckpointOut], list[UnusableOut]]:
@@ -281,7 +339,7 @@ def _chosen(context: typer.Context, target: str) -> CheckpointOut:
 def _place(target: str) -> str:
     """Folder or address of the one checkpoint that is meant: the newest where it is a folder of them.
 
-    Raises UserMistake where there is none that could be loaded.
+    Raises UserMistake where there is none, and DamageFound where none can be loaded.
     """
     with _reading(target):
         if is_checkpoint(target):
@@ -290,7 +348,7 @@ def _place(target: str) -> str:
         if newest is not None:
             return newest.location
     damaged = _newest(target)
-    raise UserMistake(
+    raise DamageFound(
         f"no checkpoint in {target} can be loaded; the newest is {damaged}: "
         f"'elastic-zero checkpoint verify {damaged}' says what is wrong with it"
     )
@@ -335,7 +393,7 @@ def _reading(target: str) -> Iterator[None]:
 
 
 def _single(path: str) -> CheckpointOut:
-    said = manifest.read(path)
+    said = _readable(path)
     info = CheckpointInfo(
         step=said.step,
         generation=said.generation,
@@ -349,10 +407,14 @@ def _single(path: str) -> CheckpointOut:
 
 
 def _readable(path: str) -> Manifest:
-    """The manifest, read from here. Raises UserMistake."""
+    """The manifest, read from here. Raises DamagedError, and UserMistake where it cannot be had."""
+    from zero_core.checkpoint.reading import read_manifest
+
     try:
-        return manifest.read(path)
+        return read_manifest(path)[0]
     except (CheckpointError, OSError) as error:
+        if isinstance(error, DamagedError) and not isinstance(error.__cause__, OSError):
+            raise
         raise UserMistake(
             f"the checkpoint at {path} cannot be read from here: {error}; if the service has it and this "
             "machine does not, run the command there ('checkpoint verify JOB' is done by the service)"

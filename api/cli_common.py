@@ -25,6 +25,10 @@ class UserMistake(Exception):  # noqa: N818 - named for the outcome
     """A file or value given on the command line cannot be used."""
 
 
+class DamageFound(Exception):  # noqa: N818 - named for the outcome
+    """What is meant cannot be used, as it is damaged."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What was given before the command."""

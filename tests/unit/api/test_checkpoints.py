@@ -15,7 +15,7 @@ from api import server_file
 from api.cli import app
 from api.cli_common import FAILED, FOUND, UNREACHABLE, WRONG_USAGE
 from api.client import Client, Refused
-from api.schemas import CheckpointOut
+from api.schemas import CheckpointsOut
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_worker_loop import _spec, _train
 from tests.unit.api.running import SPEC, TOKEN, Running, running, until
@@ -308,6 +308,27 @@ def test_folders_need_no_service(tmp_path: Path, saved: Path) -> None:
     assert (damaged.exit_code, name in damaged.stdout) == (FOUND, True)
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_an_export_to_a_place_that_failed_can_be_done_again(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved, tmp_path / "root")
+    _damage(tmp_path / "root", 4)
+    to = f"{scheme}{tmp_path / 'deep' / 'out'}"
+    options = ("--to", to, "--max-shard", "20000")
+    assert _cli(tmp_path, "checkpoint", "export", f"{tmp_path}/root", *options).exit_code == FOUND
+    assert [path for path in (tmp_path / "deep").rglob("*") if path.is_file()] == []
+    assert not list(tmp_path.rglob(".exporting-*"))
+    exported = json.loads(_cli(tmp_path, "checkpoint", "export", str(saved), *options, "--json").stdout)
+    assert exported["folder"] == to
+    assert exported["files"] == sorted(path.name for path in (tmp_path / "deep" / "out").iterdir())
+    assert len(exported["files"]) > 2
+    again = _cli(tmp_path, "checkpoint", "export", str(saved), *options)
+    assert (again.exit_code, f"{to} exists" in again.stderr) == (FAILED, True)
+    assert not (tmp_path / "file:").exists()
+
+
 def test_what_each_rank_of_another_group_would_read(tmp_path: Path, saved: Path) -> None:
     told = _cli(tmp_path, "reshard", "--dry-run", "--to", "3", str(saved), "--json")
     assert told.exit_code == 0, told.output
@@ -353,6 +374,15 @@ def test_a_wrong_place_is_told_with_what_is_there_and_whose_folder_is_meant(
         assert not (tmp_path / "x").exists()
 
 
+def test_paths_stay_whole_however_narrow_the_place_where_they_are_shown(tmp_path: Path, saved: Path) -> None:
+    root = tmp_path / ("x" * 90)
+    shutil.copytree(saved, root)
+    lines = _cli(tmp_path, "checkpoint", "ls", str(root)).stdout.splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == [info.location for info in manifest.scan(root)]
+    shown = _cli(tmp_path, "checkpoint", "show", str(root)).stdout
+    assert manifest.scan(root)[-1].location in shown
+
+
 def test_a_damaged_one_is_listed_as_such(service: Running, data_dir: Path, job: str) -> None:
     root = Path(service.plane.checkpoints.root(job))
     newest = manifest.scan(root)[-1]
@@ -377,19 +407,59 @@ def test_a_folder_of_nothing_but_damaged_ones_names_the_newest(tmp_path: Path, s
         newest = info.path
     for command in (("checkpoint", "show"), ("reshard", "--dry-run", "--to", "3"), ("checkpoint", "ls")):
         result = _cli(tmp_path, *command, str(root))
-        assert result.exit_code == FAILED
+        assert result.exit_code == FOUND
         assert f"no checkpoint in {root} can be loaded; the newest is {newest}: " in result.stderr
     assert _cli(tmp_path, "checkpoint", "verify", str(newest)).exit_code == FOUND, "as the message says"
+
+
+@pytest.mark.parametrize("command", READING, ids=lambda command: "-".join(command[:2]))
+@pytest.mark.parametrize("what", ["manifest.json", "rank-00000.safetensors"])
+def test_damage_that_a_first_look_shows_has_its_exit_code(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (whole,) = saved.glob("step-00000004*")
+    damaged = shutil.copytree(whole, tmp_path / whole.name)
+    (damaged / what).write_bytes((whole / what).read_bytes()[:-5])
+    result = _cli(tmp_path, *(str(saved) if word == "SAVED" else word for word in command), str(damaged))
+    assert result.exit_code == FOUND, result.output
+    assert what in result.output
+
+
+def test_a_jobs_newest_is_verified_be_it_damaged_and_others_are_told_what_is_wrong(
+    service: Running, data_dir: Path, job: str, saved: Path
+) -> None:
+    for step in (4, 2):
+        path = service.client.checkpoints(job)[-1].path
+        file = Path(path) / "rank-00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-5])
+        result = _cli(data_dir, "checkpoint", "verify", job, "--json")
+        assert result.exit_code == FOUND
+        assert json.loads(result.stdout)["path"].endswith("step-00000004.g0001"), "the newest"
+        result = _cli(data_dir, "checkpoint", "show", f"{job}@{step}")
+        assert result.exit_code == FOUND
+        assert f"no checkpoint of step {step} that can be loaded" in result.stderr
+    for arguments in (("show",), ("export",), ("diff", str(saved))):
+        result = _cli(data_dir, "checkpoint", *arguments, job)
+        assert result.exit_code == FOUND
+        assert f"job {job} has no checkpoint that can be loaded: step 2 of generation 1: " in result.stderr
+        assert "; step 4 of generation 1: " in result.stderr
+        assert "where the manifest says" in result.stderr
+    assert "there are: 2, 4" in _cli(data_dir, "checkpoint", "show", f"{job}@9").stderr
+    empty = service.client.submit(SPEC).id
+    for command in ("verify", "show"):
+        result = _cli(data_dir, "checkpoint", command, empty)
+        assert (result.exit_code, "has no checkpoint yet" in result.stderr) == (FAILED, True)
 
 
 def test_a_jobs_checkpoint_that_only_the_service_has(
     service: Running, data_dir: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def elsewhere(client: Client, job_id: str) -> list[CheckpointOut]:
-        return [one.model_copy(update={"path": "/on/another/machine"}) for one in listed(client, job_id)]
-
-    listed = Client.checkpoints
-    monkeypatch.setattr(Client, "checkpoints", elsewhere)
+    listed = service.client.checkpoints(job)
+    elsewhere = [one.model_copy(update={"path": "/on/another/machine"}) for one in listed]
+    monkeypatch.setattr(
+        Client, "surveyed_checkpoints", lambda client, job_id: CheckpointsOut(checkpoints=elsewhere)
+    )
     for command in (
         ("checkpoint", "show"),
         ("checkpoint", "diff", job),
