@@ -24,6 +24,7 @@ from workers.ledger import Ledger
 from workers.log import JobLog
 from workers.losses import Losses
 from workers.mover import Mover
+from workers.opening import Opening
 from workers.orders import Orders
 from workers.policies import (
     Bounds,
@@ -138,6 +139,12 @@ class Conductor:
         self._trained_until = history.time
         self._workers_before = history.workers
         self._latest = Latest(checkpoints)
+        self._opening = Opening(
+            checkpoints,
+            again=self._restarted and history.workers > 0,
+            clock=clock,
+            say=lambda remark: self._enter(self.phase, remark),
+        )
         self._begun_at = self.step
         """Step from which the generation under way, or the last one, began."""
         self._ledger = Ledger(spec)
@@ -257,7 +264,7 @@ class Conductor:
         )
 
     def _gather(self, change: Change) -> Ending | None:
-        """Get the next generation's members together; None when they are."""
+        """Get the next generation's members together and open it; None when that is done."""
         group, since, told = self._group, self._clock(), None
         while True:
             hopeless = self._casualties.bury(self._recovering)
@@ -280,10 +287,14 @@ class Conductor:
                     group.seek(count)
                     since = self._clock()
                 case Proceed(workers=workers, reason=reason):
-                    group.enrol(workers, without=change.without)
-                    if reason:
-                        self._enter(self.phase, f"going on with {workers} workers: {reason}")
-                    return None
+                    opened = self._opening.open(self.generation + 1)
+                    if isinstance(opened, GivenUp):
+                        return opened
+                    if opened is None:
+                        group.enrol(workers, without=change.without)
+                        if reason:
+                            self._enter(self.phase, f"going on with {workers} workers: {reason}")
+                        return None
                 case Wait(reason=reason):
                     if reason and reason != told:
                         told = reason
@@ -295,11 +306,6 @@ class Conductor:
         group = self._group
         self.generation += 1
         self._failing_since = None
-        try:
-            manifest.open_generation(self._checkpoints, self.generation)
-        except OSError as error:
-            where = f"no checkpoints can be kept in {self._checkpoints} ({error})"
-            return GivenUp(f"{where}: give another checkpoints.location")
         if change.event != "resize":
             self._latest.look()
         self._forming = True

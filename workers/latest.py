@@ -5,6 +5,7 @@ has to begin from an older one. Until a newer one is committed, a state of that 
 to go on from. Knows no torch.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from zero_core.checkpoint import manifest
@@ -17,11 +18,17 @@ class Latest:
         self._root = root
         self.location: str | None = None
         self.floor_step = 0
-        self.look()
+        self._take(manifest.latest(root))
 
     def look(self) -> None:
-        """List again: a commit may not have been told, or what was there may be gone."""
-        found = manifest.latest(self._root)
+        """List again: a commit may not have been told, or what was there may be gone.
+
+        Where the place cannot be read for now, what is known stays.
+        """
+        with suppress(OSError):
+            self._take(manifest.latest(self._root))
+
+    def _take(self, found: manifest.CheckpointInfo | None) -> None:
         location = found.location if found else None
         if location != self.location:
             self.location, self.floor_step = location, found.step if found else 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -305,6 +306,36 @@ def test_a_place_where_nothing_can_be_kept_ends_the_job_with_its_name(tmp_path: 
     assert reason.startswith(f"no checkpoints can be kept in {attempt.checkpoints} (")
     assert reason.endswith("give another checkpoints.location")
     assert not attempt.events("error"), "no failure of the controller's"
+
+
+@pytest.mark.parametrize("change", ["resize", "recovery"])
+def test_a_store_that_is_out_for_a_while_loses_nothing(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """At a resize and at a recovery: the workers wait with what they hold, and it is said once."""
+    own, tries = manifest.open_generation, list[float]()
+
+    def full(root: Path, generation: int) -> None:
+        if generation > 1 and len(tries) < 4:
+            tries.append(attempt.now)
+            raise OSError(28, "No space left on device")
+        own(root, generation)
+
+    def happens() -> None:
+        if change == "resize":
+            attempt.resize(3)
+        else:
+            attempt.workers.members[1].death = "killed"
+
+    monkeypatch.setattr("workers.opening.manifest.open_generation", full)
+    attempt.at(5, happens)
+    attempt.run(20)
+    assert len(attempt.events(change)) == 1
+    assert attempt.workers.meetings[1][2] == 2, "no number is skipped"
+    gaps = [later - earlier for earlier, later in pairwise(tries)]
+    assert gaps == pytest.approx([1, 2, 4], abs=0.2), "less and less often"
+    (said,) = [e["reason"] for e in attempt.events("phase") if "No space left" in (e["reason"] or "")]
+    assert said.startswith(f"no checkpoints can be kept in {attempt.checkpoints} (")
 
 
 def test_survivors_go_on_at_once_and_grow_back_when_there_is_room(tmp_path: Path) -> None:

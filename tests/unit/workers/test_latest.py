@@ -47,3 +47,19 @@ def test_a_generation_that_begins_later_changes_nothing(listed: list[SimpleNames
     assert latest.floor_step == 5
     latest.saved(3, "/r/3")
     assert (latest.location, latest.floor_step) == ("/r/5", 5)
+
+
+def test_a_place_that_cannot_be_read_for_now_changes_nothing(
+    listed: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed.append(SimpleNamespace(step=5, location="/r/5"))
+    latest = Latest(Path("/r"))
+
+    def out(root: Path) -> None:
+        raise OSError(5, "the store is out")
+
+    monkeypatch.setattr("workers.latest.manifest.latest", out)
+    latest.look()
+    assert (latest.location, latest.floor_step) == ("/r/5", 5)
+    with pytest.raises(OSError, match="the store is out"):
+        Latest(Path("/r"))  # nothing is known: to begin at step 0 would be wrong
