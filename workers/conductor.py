@@ -256,7 +256,7 @@ class Conductor:
     def _recovery(self, cause: str) -> Change:
         return Change(
             event="recovery",
-            details={"cause": cause},
+            details={"who": CONTROLLER, "cause": cause},
             old_workers=self.world_size or self._workers_before,
             patience_s=self._limits.start_patience_s,
             trained_until=self._trained_until,

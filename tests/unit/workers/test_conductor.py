@@ -355,6 +355,7 @@ def test_survivors_go_on_at_once_and_grow_back_when_there_is_room(tmp_path: Path
     ]
     (recovery,) = attempt.events("recovery")
     assert (recovery["old_workers"], recovery["new_workers"]) == (3, 2)
+    assert recovery["who"] == "controller", "every pause says whose it was"
     (back,) = attempt.events("resize")
     assert (back["who"], back["cause"], back["new_workers"]) == ("controller", "grown back", 3)
     assert back["at_step"] >= 300
