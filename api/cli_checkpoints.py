@@ -393,17 +393,7 @@ def _reading(target: str) -> Iterator[None]:
 
 
 def _single(path: str) -> CheckpointOut:
-    said = _readable(path)
-    info = CheckpointInfo(
-        step=said.step,
-        generation=said.generation,
-        location=path,
-        bytes=said.bytes,
-        created=said.created,
-        world_size=said.world_size,
-        stage=said.stage,
-    )
-    return CheckpointOut.of(info)
+    return CheckpointOut.of(CheckpointInfo.of(_readable(path), path))
 
 
 def _readable(path: str) -> Manifest:

@@ -238,6 +238,19 @@ class CheckpointInfo:
     world_size: int
     stage: int
 
+    @classmethod
+    def of(cls, manifest: Manifest, location: str) -> "CheckpointInfo":
+        """Of the checkpoint in that folder, as its manifest has it."""
+        return cls(
+            step=manifest.step,
+            generation=manifest.generation,
+            location=location,
+            bytes=manifest.bytes,
+            created=manifest.created,
+            world_size=manifest.world_size,
+            stage=manifest.stage,
+        )
+
     @property
     def name(self) -> str:
         return folder_name(self.step, self.generation)
@@ -344,15 +357,7 @@ def survey(root: Place) -> tuple[list[CheckpointInfo], list[Unusable]]:
             says = folder_name(manifest.step, manifest.generation)
             unusable.append(Unusable(step, generation, location, f"it says that it is {says}: a copy"))
             continue
-        newest[step] = CheckpointInfo(
-            step=step,
-            generation=generation,
-            location=location,
-            bytes=manifest.bytes,
-            created=manifest.created,
-            world_size=manifest.world_size,
-            stage=manifest.stage,
-        )
+        newest[step] = CheckpointInfo.of(manifest, location)
     return [newest[step] for step in sorted(newest)], unusable
 
 
